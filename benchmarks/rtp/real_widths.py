@@ -1,7 +1,7 @@
 """Peaks of models of `transformers` at their real widths, counted on fake tensors for one rank.
 
     python -m benchmarks.rtp.models --widths real [--ranks 4] [--tokens 4096 16384]
-        [--models gpt2-xl t5-large]
+        [--models gpt2-xl mixtral-8x7b]
 
 Gyre recomputes blocks, or whole layers (`memory.recompute`). FSDP2 wraps each layer, or each
 attention and MLP, with torch's checkpoint around each layer; ratios are to the smaller peak of
@@ -23,12 +23,6 @@ from gyre_trainer.training.config import TrainConfig, build
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50257}
-_T5_LARGE = {"model_type": "t5", "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24} | {
-    "num_heads": 16,
-    "vocab_size": 32128,
-    "decoder_start_token_id": 0,
-}
-_NO_DROPOUT_IN_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TIED = {"tie_word_embeddings": True}
 
 
@@ -71,12 +65,6 @@ MODELS = {
     # on CPUs, attention that drops out has no kernel that does without the probabilities
     "gpt2-xl-dropout": RealModel(_GPT2_XL, 1024),
     "gpt2-xl-dropout-not-in-attention": RealModel(_GPT2_XL | {"attn_pdrop": 0.0}, 1024),
-    "bert-large": RealModel(
-        _sizes("bert", 1024, 4096, 24, (16, 16), 30522) | _NO_DROPOUT_IN_BERT, 512
-    ),
-    "bert-large-dropout": RealModel(_sizes("bert", 1024, 4096, 24, (16, 16), 30522), 512),
-    "t5-large": RealModel(_T5_LARGE | {"dropout_rate": 0.0}, 512),
-    "t5-large-dropout": RealModel(_T5_LARGE, 512),
     "mixtral-8x7b": RealModel(
         _sizes("mixtral", 4096, 14336, 32, (32, 8), 32000)
         | {"num_local_experts": 8, "num_experts_per_tok": 2}

@@ -24,7 +24,7 @@ from tests.distributed.models.families import FAMILIES
 NUM_RANKS, NUM_ROWS, LENGTH = 2, 2, 64  # rows of each rank
 VOCABULARY = 2048
 SHARDING = (Strategy.GYRE, Strategy.FSDP2_SUB_BLOCK, Strategy.FSDP2_LAYER)
-PLANNED = [each for each in (*FAMILIES, LORA) if each != "Bert"]  # masked models are not
+PLANNED = [each for each in (*FAMILIES, LORA) if each not in ("Bert", "T5")]  # causal ones
 IN_EVERY_RUN = ("GPT2", LORA)
 ROUTED = ("Mixtral", "Qwen3Moe", "GptOss")
 Figures = dict[Strategy, tuple[int, int]]
@@ -38,7 +38,6 @@ def config(family: str) -> TrainConfig:
     keys = FAMILIES[name][1] | sizes_of(name) | {"model_type": kind}
     targets = [f"{each}_proj" for each in "qkvo"]
     lora = {"rank": 8, "targets": targets, "frozen": "float32"} if family == LORA else {}
-    is_pair = FAMILIES[name][0] == "ForConditionalGeneration"
     sections = {
         "run": {"out": "nowhere", "steps": 9},
         "data": {
@@ -49,7 +48,6 @@ def config(family: str) -> TrainConfig:
         "model": {"config": keys, "lora": lora},
         # the default, which ranks of tests do not have; these adapters leave little else to rotate
         "memory": {"min_numel": 0 if lora else 2**18},
-        "objective": {"target_field": "tokens"} if is_pair else {},
     }
     return build(TrainConfig, sections)
 
@@ -59,8 +57,7 @@ def measured(settings: TrainConfig) -> Figures:
     found = {}
     # as a plan takes them to be: all differ, and lie evenly in the vocabulary
     tokens = torch.arange(5, VOCABULARY, VOCABULARY // (NUM_ROWS * LENGTH)).view(NUM_ROWS, LENGTH)
-    if not settings.objective.target_field:
-        tokens = torch.cat([tokens, tokens[:, :1]], 1)  # a last target
+    tokens = torch.cat([tokens, tokens[:, :1]], 1)  # a last target
     batch = {
         "tokens": tokens,
         "sample_id": torch.arange(NUM_ROWS) + NUM_ROWS * dist.get_rank(),
@@ -93,7 +90,4 @@ def test_a_plan_has_the_bytes_of_a_step(family: str, ranks: StartRanks) -> None:
     for strategy in SHARDING:
         plan, (peak, sent) = dry_run(settings, strategy, NUM_RANKS), real[strategy]
         assert plan.timeline.peak_bytes == pytest.approx(peak, rel=apart), strategy
-        # sources and targets have tokens in common, so fewer rows of the embedding travel
-        has_pairs = strategy is Strategy.GYRE and settings.objective.target_field
-        assert plan.sent_bytes == (pytest.approx(sent, rel=0.05) if has_pairs else sent), strategy
-        assert plan.sent_bytes >= sent
+        assert plan.sent_bytes == sent, strategy

@@ -172,17 +172,17 @@ _TINY_BERT = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1} | 
         ({"pretrained": "here", "config": {"model_type": "llama"}}, "either `pretrained`"),
         ({"config": {"hidden_size": 8}}, "`model.config` has no `model_type`"),
         ({"config": {"model_type": "no such family"}}, "has no `model_type` 'no such family'"),
-        ({"config": {"model_type": "vit"}}, "no causal language model of a vit"),
+        ({"config": {"model_type": "vit"}}, "causal language models, and a vit is none"),
         (
             {"config": {"model_type": "vit"}},
             "train it by a script with rotate_all, as docs/rotate.md",
         ),
         (
-            {"config": {"model_type": "t5"}, "objective": "causal"},
-            "no causal language model of a t5; set `model.objective` to seq2seq",
+            {"config": {"model_type": "bart"}},
+            "a bart is an encoder-decoder; train it by a script with rotate_all",
         ),
         (
-            {"config": _TINY_BERT, "objective": "causal"},
+            {"config": _TINY_BERT},
             "a bert sees the tokens that it is to predict",
         ),
         ({"pretrained": "nowhere"}, "name a folder with config.json"),
@@ -204,12 +204,13 @@ def test_a_model_of_transformers_that_cannot_be(model: dict[str, object], said: 
     [
         _TINY_BERT | {"is_decoder": True},
         {"model_type": "bart", "vocab_size": 16, "d_model": 8, "decoder_layers": 1}
-        | {"decoder_attention_heads": 2, "decoder_ffn_dim": 8},
+        | {"decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+        | {"architectures": ["BartForCausalLM"]},
     ],
 )
 def test_a_family_of_encoders_with_a_causal_model_can_be_trained(keys: dict[str, object]) -> None:
     with torch.device("meta"):
-        built = plain(LibraryConfig(config=keys, objective="causal"))
+        built = plain(LibraryConfig(config=keys))
     assert type(built).__name__ in ("BertLMHeadModel", "BartForCausalLM")
 
 

@@ -199,8 +199,7 @@ def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Ste
 def layer_kinds(model: nn.Module) -> tuple[int, int]:
     """The number of leading layers of another kind, and of the layers that are alike after them.
 
-    The second is 0 where the last layers are not alike, or too many are of another kind. Leading
-    layers differ only in a causal model: an encoder's are followed by a decoder's.
+    The second is 0 where the last layers are not alike, or too many are of another kind.
     """
     kinds = [
         (type(block), tuple((name, each.shape) for name, each in block.named_parameters()))
@@ -208,8 +207,7 @@ def layer_kinds(model: nn.Module) -> tuple[int, int]:
     ]
     num_alike = len(list(takewhile(lambda kind: kind == kinds[-1], reversed(kinds))))
     num_leading = len(kinds) - num_alike
-    causal = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if num_leading and (num_leading > _MAX_LEADING or num_alike <= num_leading or not causal):
+    if num_leading and (num_leading > _MAX_LEADING or num_alike <= num_leading):
         return 0, 0
     return num_leading, num_alike
 

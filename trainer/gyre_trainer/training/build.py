@@ -60,7 +60,7 @@ def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The model's blocks, or layers; of an encoder-decoder those of both."""
+    """The model's blocks, or layers."""
     return list(model.blocks if isinstance(model, GPT) else layers_of(model))
 
 
@@ -69,9 +69,7 @@ def features_of(model: nn.Module) -> nn.Module:
     if isinstance(model, GPT):
         return model.norm
     library: Any = model
-    features: nn.Module = (
-        library.get_decoder() if library.config.is_encoder_decoder else library.base_model
-    )
+    features: nn.Module = library.base_model
     return features
 
 

@@ -28,7 +28,6 @@ from gyre_trainer.training.config_file import (
     Epsilon,
     NotNegative,
     NumThreads,
-    ObjectiveConfig,
     Positive,
     Seconds,
     Seed,
@@ -240,7 +239,6 @@ class TrainConfig:
     run: RunConfig
     data: DataConfig
     model: ModelConfig
-    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

@@ -1,6 +1,6 @@
 """A configuration file and its overrides as a table, and checks of the run's folder.
 
-The ranges of configured values, as annotations that msgspec checks, and small sections.
+The ranges of configured values, as annotations that msgspec checks.
 
 Each upper bound is far beyond any run, and within what torch, msgspec and the kernel can hold. A
 value beyond it would fail later, or keep a command busy for ever.
@@ -10,9 +10,8 @@ import os
 import stat
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from gyre_protos.toml import parse_toml
 from msgspec import Meta
@@ -36,23 +35,6 @@ Epsilon = Annotated[float, Meta(ge=1e-37, le=_MAX_FLOAT)]
 RotaryBase = Annotated[float, Meta(ge=1, le=_MAX_FLOAT)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e8)]
 Text = Annotated[str, Meta(min_length=1)]
-
-
-Objective = Literal["causal", "seq2seq"]
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectiveConfig:
-    """What an encoder-decoder is trained to write.
-
-    Attributes:
-        target_field: the field of a sample that holds its target; `data.field` has its source.
-        target_length: tokens of a target; 0 for `data.sequence_length`.
-    """
-
-    target_field: str = ""
-    target_length: AtLeast0 = 0
-
 
 # A configuration has a few kilobytes. A file beyond this is something else, such as a checkpoint.
 _MAX_BYTES = 2**20

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import build_model, loss_of, restored
-from gyre_trainer.training.collate import Collates, collator_of
+from gyre_trainer.training.collate import Collator, collator_of
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.losses import Loss
 from gyre_trainer.training.rank_context import RankContext, join_job, open_loader, require_one_place
@@ -128,7 +128,7 @@ def on_any_ranks(config: TrainConfig, num_ranks: int) -> TrainConfig:
 
 
 def loss_on_first(
-    config: TrainConfig, context: RankContext, model: nn.Module, loss: Loss, collator: Collates
+    config: TrainConfig, context: RankContext, model: nn.Module, loss: Loss, collator: Collator
 ) -> float:
     """The mean loss on the first batches of the evaluation's order; collective."""
     settings = config.eval
@@ -157,7 +157,7 @@ def _total(
     model: nn.Module,
     loss: Loss,
     batches: "Loader | Iterator[Mapping[str, Tensor]]",
-    collator: Collates,
+    collator: Collator,
     context: RankContext,
     num_parts: int = 1,
 ) -> Tensor:

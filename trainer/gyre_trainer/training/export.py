@@ -10,7 +10,7 @@ from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.training import manifest, run_checkpoints
 from gyre_trainer.training.build import has_adapters, restored
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.library import LibraryConfig, objective_of
+from gyre_trainer.training.library import LibraryConfig
 from gyre_trainer.training.lora import save_adapters
 from gyre_trainer.training.rank_context import join_job
 
@@ -82,4 +82,4 @@ def export(config: TrainConfig, given: Export) -> None:
         elif context.rank == 0:
             made = config.model
             assert isinstance(made, LibraryConfig)
-            save_adapters(model, made.lora, objective_of(made), made.pretrained, given.out)
+            save_adapters(model, made.lora, made.pretrained, given.out)

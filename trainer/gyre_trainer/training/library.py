@@ -1,4 +1,4 @@
-"""Language models of `transformers`, from their configuration alone: causal and seq2seq.
+"""Causal language models of `transformers`, from their configuration alone.
 
 Nothing is downloaded, and no code is run that a folder brings.
 """
@@ -8,26 +8,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.tensor_files import read_regular
-from gyre_trainer.training.config_file import Objective
-from gyre_trainer.training.gpt import GPTConfig
 from gyre_trainer.training.lora import Lora
 
 _BY_SCRIPT = (
     'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or '
     "in Hugging Face's Trainer with ShardedTrainer"
 )
-# Transformers' name of the models of an objective, and the class and the table that make them.
-_KINDS: Mapping[Objective, tuple[str, str, str]] = {
-    "causal": ("causal", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
-    "seq2seq": ("seq2seq", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +31,11 @@ class LibraryConfig:
         pretrained: a folder with `config.json`, and with weights to train from; `gyre-train plan`
             takes the file, too.
         config: the keys of a `config.json`: `model_type`, and those that have no default.
-        objective: the model's objective; `auto` takes that of `objective_of`.
         lora: adapters; where there are any, only they are trained.
     """
 
     pretrained: str = ""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    objective: Literal["auto", "causal", "seq2seq"] = "auto"
     lora: Lora = dataclasses.field(default_factory=Lora)
 
     def __post_init__(self) -> None:
@@ -130,67 +121,42 @@ def num_positions(described: Any) -> int | None:
     return most or None
 
 
-def objective_of(model: GPTConfig | LibraryConfig) -> Objective:
-    """The model's objective.
-
-    Unless it is set, an encoder-decoder writes a target and all others predict each next token. Of
-    a family that has both, `architectures` of its configuration decides.
-
-    Raises:
-        ConfigError: as `library_config`.
-    """
-    if isinstance(model, GPTConfig):
-        return "causal"
-    if model.objective != "auto":
-        return model.objective
-    described = library_config(model)
-    names = getattr(described, "architectures", None) or [""]
-    is_pair = described.is_encoder_decoder and _exists(described, "seq2seq")
-    return "seq2seq" if is_pair and not names[0].endswith("ForCausalLM") else "causal"
-
-
 def library_model(model: LibraryConfig) -> nn.Module:
     """The model in float32, on torch's current default device.
 
     Raises:
-        ConfigError: as `library_config`; or the family has no language model for the objective, or
-            its configuration makes none.
+        ConfigError: as `library_config`; or the family has no causal language model, or its
+            configuration makes none.
     """
-    described, objective = library_config(model), objective_of(model)
-    where, kind = model.pretrained or "`model.config`", described.model_type
-    words, name, _ = _KINDS[objective]
-    if not _exists(described, objective):
-        others = [each for each in _KINDS if _exists(described, each)]
-        advice = f"set `model.objective` to {' or '.join(others)}" if others else _BY_SCRIPT
-        raise ConfigError(
-            f"{where}: transformers has no {words} language model of a {kind}; {advice}"
-        )
     # It takes seconds, and only these models need it.
-    import transformers  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
+    described = library_config(model)
+    where, kind = model.pretrained or "`model.config`", described.model_type
+    has_causal = type(described) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    architecture = (getattr(described, "architectures", None) or [""])[0]
+    is_pair = described.is_encoder_decoder and not architecture.endswith("ForCausalLM")
+    if is_pair or not has_causal:
+        raise ConfigError(
+            f"{where}: gyre-train trains causal language models, and a {kind} is "
+            f"{'an encoder-decoder' if is_pair else 'none'}; {_BY_SCRIPT}"
+        )
     try:
-        make: Any = getattr(transformers, name).from_config
-        built = make(described, dtype=torch.float32)
+        make: Any = AutoModelForCausalLM
+        built = make.from_config(described, dtype=torch.float32)
     except Exception as error:  # each family checks its own keys
         raise ConfigError(
-            f"{where}: transformers makes no {words} language model of this {kind}: "
+            f"{where}: transformers makes no causal language model of this {kind}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    if objective == "causal" and _sees_both_sides(built.config):
+    if _sees_both_sides(built.config):
         raise ConfigError(
             f"{where}: a {kind} sees the tokens that it is to predict (masked models are not "
             f"trained by gyre-train). Set {_causal_key(described)} = true in its configuration, or "
             f"{_BY_SCRIPT}."
         )
     return cast("nn.Module", built)
-
-
-def _exists(described: Any, objective: Objective) -> bool:
-    """Whether transformers has a language model of the family for the objective."""
-    # It takes seconds, and only these models need it.
-    from transformers.models.auto import modeling_auto  # noqa: PLC0415
-
-    return type(described) in getattr(modeling_auto, _KINDS[objective][2])
 
 
 def _sees_both_sides(described: Any) -> bool:
@@ -209,35 +175,24 @@ def _causal_key(described: Any) -> str:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The model's layers: those of the outermost list that is as long as its configuration says.
 
-    Of an encoder-decoder, they are the layers of its encoder and then those of its decoder.
-
     Raises:
         ConfigError: there is no such list.
     """
     library: Any = model
-    described = library.config
-    text = text_config(described)
-    num_decoder_layers = getattr(text, _depth_key(text), 0)
-    if not described.is_encoder_decoder:
-        # next to a tower of images, whose list may be as long
-        has_more = text is not described
-        return _list_of(library.get_decoder() if has_more else model, num_decoder_layers)
-    encoder_config = described if text is described else described.encoder
-    encoder = _list_of(library.get_encoder(), encoder_config.num_hidden_layers)
-    return encoder + _list_of(library.get_decoder(), num_decoder_layers)
+    text = text_config(library.config)
+    # next to a tower of images, whose list may be as long
+    inside = model if text is library.config else library.get_decoder()
+    num_layers = getattr(text, _depth_key(text), 0)
+    for module in inside.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise ConfigError(f"{type(inside).__name__} has no list of {num_layers} layers")
 
 
 def _depth_key(text: Any) -> str:
     """The key with the number of layers: the decoder's, also where the decoder stands alone."""
     names = ("num_decoder_layers", "decoder_layers")
     return next((name for name in names if hasattr(text, name)), "num_hidden_layers")
-
-
-def _list_of(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return list(module)
-    raise ConfigError(f"{type(model).__name__} has no list of {num_layers} layers")
 
 
 def _table(path: Path) -> dict[str, Any]:

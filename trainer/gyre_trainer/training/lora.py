@@ -1,7 +1,6 @@
 """Low-rank adapters (LoRA) in a language model, by peft; all else is frozen."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,13 +12,11 @@ from torch import nn
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.tensor_files import open_regular, read_regular
-from gyre_trainer.training.config_file import AtLeast0, Objective
+from gyre_trainer.training.config_file import AtLeast0
 
 _ADAPTER = "default"  # as peft calls the only one
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."  # of names in the file
-# Peft's names of the models of an objective.
-_TASKS: Mapping[Objective, str] = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +78,12 @@ def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
             ) from error
 
 
-def save_adapters(
-    model: nn.Module, lora: Lora, objective: Objective, base: str, folder: Path
-) -> None:
+def save_adapters(model: nn.Module, lora: Lora, base: str, folder: Path) -> None:
     """Write the adapters as peft does; called by one rank.
 
     Args:
         model: with adapters.
         lora: their settings.
-        objective: of the model, which says which of peft's classes loads them.
         base: the folder of the model's own weights, which is noted; "" for none.
         folder: where `adapter_model.safetensors` and `adapter_config.json` go; it may exist.
 
@@ -102,7 +96,7 @@ def save_adapters(
     values = _peft().get_peft_model_state_dict(model, adapter_name=_ADAPTER)
     settings = _settings(lora)
     settings.base_model_name_or_path, settings.inference_mode = base or None, True
-    settings.task_type = _TASKS[objective]
+    settings.task_type = "CAUSAL_LM"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # peft loads into a model of its own, which holds the model under this name

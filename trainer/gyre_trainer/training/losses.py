@@ -93,22 +93,11 @@ class LibraryLoss:
         targets_BT: Tensor,
         weights_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
-        is_token_BT: Tensor | None = None,
-        decoder_BT: Tensor | None = None,
     ) -> Tensor:
-        """As `GPT.loss`; packed documents do not see each other where the model can do that.
-
-        Args:
-            tokens_BT: inputs of the model, of an encoder-decoder its encoder's: [B, S].
-            targets_BT: its targets.
-            weights_BT: of each target.
-            positions_BT: of each token in its document.
-            is_token_BT: false for padding, of the shape of ``tokens_BT``; None for none.
-            decoder_BT: inputs of the decoder, if there is one.
-        """
+        """As `GPT.loss`; packed documents do not see each other where the model can do that."""
         if positions_BT is not None and not self.keeps_apart:
             positions_BT = None
-        inputs = self._inputs(tokens_BT, positions_BT, is_token_BT, decoder_BT)
+        inputs = self._inputs(tokens_BT, positions_BT)
 
         def compute(head: nn.Linear, x_BTD: Tensor, **transform: Any) -> Tensor:
             if weights_BT is None:
@@ -117,13 +106,7 @@ class LibraryLoss:
 
         return self._library.loss(inputs, compute)
 
-    def _inputs(
-        self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor | None,
-        is_token_BT: Tensor | None = None,
-        decoder_BT: Tensor | None = None,
-    ) -> dict[str, Any]:
+    def _inputs(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> dict[str, Any]:
         """The model's inputs.
 
         A mask says which tokens are there, even if all are. Without one, transformers looks for
@@ -134,13 +117,9 @@ class LibraryLoss:
         if positions_BT is not None:
             more["position_ids"] = positions_BT
         elif self._takes_mask:
-            more["attention_mask"] = (
-                torch.ones_like(tokens_BT) if is_token_BT is None else is_token_BT.long()
-            )
+            more["attention_mask"] = torch.ones_like(tokens_BT)
         if self._takes_cache:
             more["use_cache"] = False
-        if decoder_BT is not None:
-            more["decoder_input_ids"] = decoder_BT
         return more
 
     @cached_property

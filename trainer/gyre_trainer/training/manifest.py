@@ -28,7 +28,7 @@ _MAX_BYTES = 2**26
 _CHUNK_BYTES = 2**22
 
 # Keys of models that earlier checkpoints lack, with what these meant.
-_LATER_KEYS = {"objective": "auto", "inside_documents": False}
+_LATER_KEYS = {"inside_documents": False}
 
 Files = Mapping[str, tuple[int, int]]
 """Of each file, by its name: the bytes that it has, and their CRC-32."""
@@ -141,7 +141,9 @@ def _converted(path: Path) -> Manifest:
             f"checkpoint {path} has format {written!r:.40}, but this version reads format {FORMAT}"
         )
     try:
-        return msgspec.convert(table, Manifest)
+        manifest = msgspec.convert(table, Manifest)
+        manifest.model.pop("objective", None)  # a key of earlier versions
+        return manifest
     except msgspec.ValidationError as error:
         raise _damaged(path, str(error)) from None
 

@@ -92,7 +92,6 @@ def loss_sum(model: nn.Module, loss: Loss, examples: Examples) -> Tensor:
         here.targets,
         here.counts if num_targets else None,
         here.positions,
-        *([here.is_token, here.decoder_inputs] if here.is_token is not None else []),
     )
     return mean * num_targets
 
