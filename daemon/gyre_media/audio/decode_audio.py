@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,12 +14,14 @@ import soxr
 from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
 from msgspec import Meta
 
-from gyre_media.audio.sound_streams import Stream, streams_of
-
 _Sound = npt.NDArray[np.float32]
 # libsndfile reports a greater length than this for a FLAC file whose header has none.
 _UNKNOWN = 1 << 60
 _BLOCK = 1 << 20  # samples in one read of such a file
+# The size in these headers must agree with the file: libsndfile serves a part of a cut one without
+# an error. Programs that write to pipes leave larger sizes than `_MAX_SIZE`.
+_SIZES = {b"RIFF": "<I", b"RIFX": ">I", b"FORM": ">I"}
+_MAX_SIZE = 0x7FFF_0000
 # The most bytes of decoded and resampled sound together. A process may allocate twice as much.
 _MAX_BYTES = 1 << 30
 
@@ -45,7 +48,7 @@ class DecodeAudio(OfField):
         quality: of resampling, as soxr names it.
     """
 
-    version: ClassVar[int] = 2  # 1 cut sound that a header hides
+    version: ClassVar[int] = 3  # 2 read past the lengths of headers
 
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
     to: str = "audio"
@@ -77,47 +80,31 @@ class DecodeAudio(OfField):
         """The rate and the sound of a file, float32 [n, channels].
 
         Raises:
-            ValueError: it is no sound that can be decoded, or too long.
+            ValueError: it is no sound that can be decoded, or cut, or too long.
         """
-        sounds = [self._decoded(stream) for stream in streams_of(data)]
-        return sounds[0] if len(sounds) == 1 else self._joined(sounds)
-
-    def _decoded(self, stream: Stream) -> tuple[int, _Sound]:
-        """The rate and the sound of a stream, float32 [n, channels]."""
+        _check_size(data)
         try:
-            with _Forward(io.BytesIO(stream.data)) as file:
-                return file.samplerate, self._read(file, stream)
+            with _Forward(io.BytesIO(data)) as file:
+                return file.samplerate, self._read(file)
         except soundfile.SoundFileError as error:
             reason = re.sub(r"Error opening <.*?>: ", "", str(error))
             raise ValueError(f"it is no sound that can be decoded: {reason}") from error
 
-    def _joined(self, sounds: Sequence[tuple[int, _Sound]]) -> tuple[int, _Sound]:
-        """Streams one after the other, as players play them."""
-        kinds = {(rate, sound.shape[1]) for rate, sound in sounds}
-        if len(kinds) > 1:
-            found = " and ".join(f"{rate} Hz (channels: {num})" for rate, num in sorted(kinds))
-            raise ValueError(f"it has streams of {found}; write one file of each")
-        rate, _ = sounds[0]
-        joined = np.concatenate([sound for _, sound in sounds])
-        self._check_length(len(joined), rate, joined.shape[1])
-        return rate, joined
-
-    def _read(self, file: Any, stream: Stream) -> _Sound:
-        """All of a stream; the size that its header declares is looked at first."""
+    def _read(self, file: Any) -> _Sound:
+        """All of a file; the length that its header declares is looked at first."""
         if self.channels > 1 and file.channels != self.channels:
             raise ValueError(f"it has {file.channels} channels, and `channels` is {self.channels}")
-        is_known = not stream.least and file.frames < _UNKNOWN
-        num = file.frames if is_known else stream.least
+        if file.frames >= _UNKNOWN:
+            return self._read_blocks(file)
+        num = file.frames
         self._check_length(num, file.samplerate, file.channels)
-        sound: _Sound = (
-            file.read(num, "float32", always_2d=True) if is_known else self._read_blocks(file)
-        )
-        if len(sound) < num:
+        sound: _Sound = file.read(num, "float32", always_2d=True)
+        if not num or len(sound) < num:
             raise ValueError(f"it is cut: it ends after {len(sound)} of {num} samples")
-        return sound[: stream.most or None]
+        return sound
 
     def _read_blocks(self, file: Any) -> _Sound:
-        """All of a stream whose length is not known."""
+        """All of a file whose length is not known."""
         blocks, total = [np.empty((0, file.channels), np.float32)], 0
         while len(block := file.read(_BLOCK, "float32", always_2d=True)):
             blocks.append(block)
@@ -138,3 +125,12 @@ class DecodeAudio(OfField):
                 f"{num_bytes:.0f} bytes at {self.rate} Hz and before; at most {_MAX_BYTES} are "
                 "decoded"
             )
+
+
+def _check_size(data: memoryview) -> None:
+    """Refuse a file that is shorter than its header says."""
+    form = _SIZES.get(bytes(data[:4]))
+    if form and len(data) >= 8:
+        size = struct.unpack_from(form, data, 4)[0] + 8
+        if len(data) + 1 < size < _MAX_SIZE:  # a last odd byte may lack its padding
+            raise ValueError(f"it is cut: its header says {size} bytes, and it has {len(data)}")
