@@ -12,12 +12,8 @@ from gyre_daemon.datasets.formats.installed import (
     installed_names,
     shown_format,
 )
-from gyre_daemon.datasets.formats.lines import (
-    JsonlFormat,
-    JsonlOptions,
-    LinesOptions,
-    TextFormat,
-)
+from gyre_daemon.datasets.formats.jsonl import JsonlFormat, JsonlOptions
+from gyre_daemon.datasets.formats.lines import LinesOptions, TextFormat
 from gyre_daemon.datasets.formats.rows.arrayrecord import ArrayRecordFormat, ArrayRecordOptions
 from gyre_daemon.datasets.formats.rows.arrow import ArrowFormat
 from gyre_daemon.datasets.formats.rows.arrow_columns import ColumnOptions

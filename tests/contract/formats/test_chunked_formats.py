@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 import pytest
+from gyre_daemon.datasets.formats import lines
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.lines import frames
 
 from tests.contract.formats import test_more_formats, test_parquet_columns
 from tests.contract.formats.chunk_contract import ChunkContract, decode_all
@@ -45,7 +45,7 @@ class TestCompressedJsonl(ChunkContract):
 
     @pytest.fixture(autouse=True)
     def _small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 3000)
+        monkeypatch.setattr(lines, "MIN_BLOCK_BYTES", 3000)
 
 
 class TestCompressedArrow(ChunkContract):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gyre_daemon.datasets.formats import jsonl, lines
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.lines import columns, frames
 from gyre_daemon.errors import CorruptSample
 
 from tests.contract.formats.chunk_contract import decode_all
@@ -34,8 +34,8 @@ SHARDS: Mapping[str, tuple[str, dict[str, Any], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 300)
-    monkeypatch.setattr(columns, "_MIN_CHUNK_BYTES", 300)
+    monkeypatch.setattr(lines, "MIN_BLOCK_BYTES", 300)
+    monkeypatch.setattr(jsonl, "MIN_CHUNK_BYTES", 300)
 
 
 def damaged(shard: bytes) -> Iterator[tuple[str, bytes]]:

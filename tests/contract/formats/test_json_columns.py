@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from gyre_daemon.datasets.formats import jsonl
+from gyre_daemon.datasets.formats import lines as lines_format
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, TolerantFormat
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.indexes.chunks import DamagedPart
-from gyre_daemon.datasets.formats.lines import columns, frames
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,8 +77,8 @@ class TestJsonColumns(ChunkContract):
 
     @pytest.fixture(autouse=True)
     def _small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(columns, "_MIN_CHUNK_BYTES", 2000)
-        monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 2000)
+        monkeypatch.setattr(jsonl, "MIN_CHUNK_BYTES", 2000)
+        monkeypatch.setattr(lines_format, "MIN_BLOCK_BYTES", 2000)
 
 
 class TestCompressedJsonColumns(TestJsonColumns):
@@ -154,7 +155,7 @@ def test_values_are_those_of_json(
     shard = b"\n".join(json.dumps(row, ensure_ascii=ascii_only).encode() for row in rows)
     names = sorted({key for row in rows for key, value in row.items() if value is not None})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "_MIN_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(jsonl, "MIN_CHUNK_BYTES", chunk_bytes)
         if not names:
             with pytest.raises(ConfigError, match="no key of the objects has a value"):
                 served([shard])
@@ -167,13 +168,13 @@ def test_values_are_those_of_json(
 @pytest.mark.parametrize(
     ("data", "offset", "reason"),
     [
-        (b'{"a": 1}\n[1]', 9, r"line 2 .* is no JSON object"),
-        (b'{"a": 1}\n{"a": NaN}', 9, r"line 2 .* is no JSON object"),
-        (b'{"a": 1}\n\r\n{"a": "x"}', 11, r"'a' has an integer in line 1, text in line 2 .* JSON"),
+        (b'{"a": 1}\n[1]', 9, r"line 2 is no JSON object"),
+        (b'{"a": 1}\n{"a": NaN}', 9, r"line 2 is no JSON object"),
+        (b'{"a": 1}\n\r\n{"a": "x"}', 11, r"'a' has an integer in line 1, text in line 3, .* JSON"),
         (b'{"a": [1]}\n{"a": ["x"]}', 11, r"a list of integers in line 1, an object or another"),
-        (b'\n{"a": 12345678901234567890}', 1, "line 1 .* does not fit into int64"),
-        (b'{"a": 1}\n{"a": [12345678901234567890]}', 9, "line 2 .* does not fit into int64"),
-        (b'\xef\xbb\xbf\n{"a": 1e400}', 4, "does not fit into float64"),
+        (b'\n{"a": 12345678901234567890}', 1, "line 2: .* does not fit into int64"),
+        (b'{"a": 1}\n{"a": [12345678901234567890]}', 9, "line 2: .* does not fit into int64"),
+        (b'\xef\xbb\xbf\n{"a": 1e400}', 4, "line 2: .* out of range"),
         (b'{"a": [1e400]}', 0, "out of range"),
     ],
 )
@@ -188,7 +189,7 @@ def test_lines_that_do_not_fit_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the byte at which they begin; in a compressed file, that at which their frame does."""
-    monkeypatch.setattr(columns, "_MIN_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(jsonl, "MIN_CHUNK_BYTES", chunk_bytes)
     with pytest.raises(CorruptSample, match=f"shard 000.*{reason}") as caught:
         served([compressed(data) if is_compressed else data])
     assert caught.value.facts["offset"] == str(0 if is_compressed else offset)
@@ -207,7 +208,7 @@ def test_a_line_that_is_damaged_after_it_was_indexed_is_named(is_compressed: boo
     index = form.assemble(listed([data]), inspect(form, [data]))
     assert isinstance(index, ChunkIndex)
     damaged = shard(whole[0], whole[1].replace(b"3}", b"3]"))
-    with pytest.raises(DamagedPart, match=r"line 3 .* is no JSON object") as caught:
+    with pytest.raises(DamagedPart, match=r"line 5 is no JSON object") as caught:
         decode_all([damaged], index)
     assert caught.value.offset == (0 if is_compressed else damaged.index(b'{"a": 3]'))
 
@@ -217,14 +218,14 @@ def test_types_decide_where_values_do_not() -> None:
     fields, found = served([lines(rows)], types={"a": "float64", "b": "json"})
     assert [spec.dtype.str for spec in fields] == ["<f8", "|u1"]
     assert found == [[1.0, "x"], [2.0, [1]]]
-    with pytest.raises(CorruptSample, match=r"an integer in line 1 .* `types` has text"):
+    with pytest.raises(CorruptSample, match=r"an integer in line 1, and `types` has text"):
         served([lines(rows)], types={"a": "text", "b": "json"})
 
 
 def test_other_columns_in_another_shard_are_shown_or_joined() -> None:
     shards = [lines([{"a": 1, "b": "x"}]), lines([{"a": 2}])]
     with pytest.raises(
-        CorruptSample, match=r"001 does not fit: .* values of 'b'\. Set `schema = \"union\"`"
+        CorruptSample, match=r"001 does not fit: it has the columns a .*`schema = \"union\"`"
     ):
         served(shards)
     form = shard_format("jsonl", columns=["*"], schema="union", defaults={"b": "none"})
@@ -235,7 +236,7 @@ def test_other_columns_in_another_shard_are_shown_or_joined() -> None:
 def test_a_block_that_cannot_be_parsed_is_kept_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(columns, "_MIN_CHUNK_BYTES", 1)
+    monkeypatch.setattr(jsonl, "MIN_CHUNK_BYTES", 1)
     form = shard_format("jsonl", columns=["a"])
     assert isinstance(form, TolerantFormat)
     shards = [b'{"a": 1}\n{"a": \n{"a": 3}\n']

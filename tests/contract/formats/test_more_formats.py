@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 from gyre_daemon.datasets.codecs import CODECS
-from gyre_daemon.datasets.formats.lines import scan as lines_scan
+from gyre_daemon.datasets.formats import lines as lines_scan
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given
 from hypothesis import strategies as st

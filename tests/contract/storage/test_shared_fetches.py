@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
-from gyre_daemon.datasets.formats.lines import frames
+from gyre_daemon.datasets.formats import lines
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
@@ -82,7 +82,7 @@ def test_a_block_of_the_cache_is_fetched_at_the_first_turn_of_those_that_wait(ro
 def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 3000)
+    monkeypatch.setattr(lines, "MIN_BLOCK_BYTES", 3000)
     contract = test_chunked_formats.TestCompressedJsonl()
     data = contract.shards()[0][0]
     index = contract.index([data])

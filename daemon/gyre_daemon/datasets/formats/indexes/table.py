@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import Extents, FieldSpec, indexed_fields, stored_fields
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    Extents,
+    FieldSpec,
+    indexed_fields,
+    stored_fields,
+)
 from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
 from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
 from gyre_daemon.order.shuffle.permutation import Int64Array
@@ -56,6 +62,19 @@ class SampleTable:
         for table in (start, size, *self._lengths.values(), *indexed):
             digest.update(table.tobytes())
         self._digest = digest.digest()
+
+    @classmethod
+    def of_ranges(
+        cls, field: FieldSpec, inspected: Sequence[Arrays], identity: bytes
+    ) -> "SampleTable":
+        """The index of samples of one field, from the arrays `start` and `size` of each shard."""
+        nothing = np.empty(0, np.int64)
+        start, size = (
+            np.concatenate([nothing, *(scan[name] for scan in inspected)])[:, None]
+            for name in ("start", "size")
+        )
+        counts = [len(scan["size"]) for scan in inspected]
+        return cls([field], counts, start, size, identity=identity)
 
     def locate(self, sample_ids: Int64Array) -> Extents:
         """See `SampleIndex.locate`."""

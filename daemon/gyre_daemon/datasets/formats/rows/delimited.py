@@ -29,7 +29,7 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.formats.indexes.stored import check_columns, json_of
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
-from gyre_daemon.datasets.formats.lines.scan import chunks
+from gyre_daemon.datasets.formats.lines import pieces_of
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -104,7 +104,7 @@ def scan_table(file: BinaryIO, delimiter: str, names: Sequence[str]) -> Arrays:
 def _whole_records(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Pieces of a file that end where a record ends, each with its offset."""
     begin, pending = 0, b""
-    for offset, chunk in chunks(file):
+    for offset, chunk in pieces_of(file):
         if not pending:
             begin = offset
         pending += chunk

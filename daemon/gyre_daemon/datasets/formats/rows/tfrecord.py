@@ -78,7 +78,6 @@ class TfrecordFormat:
         self, shards: Sequence[Shard], inspected: Sequence[Arrays]
     ) -> tuple[SampleTable, Sequence[DamagedSample]]:
         """See `TolerantFormat`: the records whose bytes have another checksum."""
-        nothing = np.empty(0, np.int64)
         damaged: list[DamagedSample] = []
         first = 0
         for number, scan in enumerate(inspected):
@@ -87,14 +86,7 @@ class TfrecordFormat:
                 reason = f"record {record} has bytes whose checksum differs"
                 damaged.append(DamagedSample(number, first + record, offset, reason))
             first += len(scan["size"])
-        index = SampleTable(
-            [_FIELD],
-            [len(scan["size"]) for scan in inspected],
-            np.concatenate([nothing, *(scan["start"] for scan in inspected)])[:, None],
-            np.concatenate([nothing, *(scan["size"] for scan in inspected)])[:, None],
-            identity=b"tfrecord",
-        )
-        return index, damaged
+        return SampleTable.of_ranges(_FIELD, inspected, b"tfrecord"), damaged
 
 
 def scan_records(shard: str, file: BinaryIO) -> Arrays:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from gyre_daemon.datasets.formats.installed import installed_names
-from gyre_daemon.datasets.formats.lines.array import has_records, may_be_array
+from gyre_daemon.datasets.formats.jsonl import has_records, may_be_array
 from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import InvalidRequest, ShardMissing
 from gyre_daemon.storage.patterns import is_beside, matches_any

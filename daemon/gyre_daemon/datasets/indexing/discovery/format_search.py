@@ -6,7 +6,7 @@ from typing import cast
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat
-from gyre_daemon.datasets.formats.lines.array import may_be_array
+from gyre_daemon.datasets.formats.jsonl import may_be_array
 from gyre_daemon.datasets.indexing.discovery.detection import (
     format_by_head,
     format_by_name,
