@@ -57,7 +57,6 @@ LONGEST_FIRST = (
     "test_client_bench",
     "test_http2_limits",
     "test_train_bad_inputs",
-    "test_train_packed_lengths",
     "test_language_model",
     "test_rotation_layers",
     "test_rotation_faults",

@@ -104,7 +104,7 @@ class PackedBefore(Dataset[Batch]):
         self._folder, self._packed = folder, packed(lengths)
 
     def __len__(self) -> int:
-        return self._packed.num_sequences
+        return self._packed.num_samples
 
     def __getitem__(self, number: int) -> Batch:
         its, whole = self._packed, documents(self._folder)
@@ -136,7 +136,7 @@ class PackedOnTheFly(IterableDataset[Batch]):
                 for number in mine[begin : begin + WINDOW].tolist()
                 for at in range(0, len(whole[number]), LENGTH)
             ]
-            numbers, counts, _ = best_fit(np.array([len(each) for each in cut]), (LENGTH,))
+            numbers, counts = best_fit(np.array([len(each) for each in cut]), LENGTH)
             ends = np.cumsum(counts).tolist()
             for first, stop in itertools.pairwise([0, *ends]):
                 yield sequence([cut[number] for number in numbers[first:stop].tolist()])
@@ -221,7 +221,7 @@ class TextsOnTheFly(IterableDataset[Batch]):
                 for ids in map(whole.ids, mine[begin : begin + TEXT_WINDOW].tolist())
                 for at in range(0, len(ids), LENGTH)
             ]
-            numbers, counts, _ = best_fit(np.array([len(each) for each in cut]), (LENGTH,))
+            numbers, counts = best_fit(np.array([len(each) for each in cut]), LENGTH)
             ends = np.cumsum(counts).tolist()
             for first, stop in itertools.pairwise([0, *ends]):
                 yield sequence([cut[number] for number in numbers[first:stop].tolist()])

@@ -98,7 +98,7 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         transforms=transforms_of(args),
     )
     values: list[dict[str, Any]] = []
-    texts, padding, shorter = [], [], []
+    texts, padding = [], []
     for request.step in range(first, first + 1 if stop is None else stop):
         step = connection.plan_step(request)
         balanced = ""
@@ -110,9 +110,6 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
                 f"; padded to the longest, {step.padding:.1%} of the global batch is padding, and "
                 f"{step.padding_without:.1%} without buckets"
             )
-        if step.HasField("row_length"):
-            shorter.append(step.num_shorter)
-            balanced += f"; rows have {counted(step.row_length, 'token', ',')}{_shorter(step)}"
         texts.append(
             f"step {request.step} begins at position {step.first_position}, in epoch "
             f"{step.epoch}; rank {args.rank} of {args.world_size} reads the samples{balanced}\n"
@@ -124,20 +121,7 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         texts.append(
             f"in the mean {now:.1%} of a step is padding, and {before:.1%} without buckets"
         )
-    if stop is not None and shorter:
-        num_mixed = sum(1 for each in shorter if each)
-        have = "has" if num_mixed == 1 else "have"
-        of = counted(len(shorter), "step", ",")
-        texts.append(f"{num_mixed:,} of {of} {have} sequences of several lengths")
     return CommandOutput(values[0] if stop is None else values, "\n".join(texts))
-
-
-def _shorter(step: pb.PlanStepResponse) -> str:
-    number = step.num_shorter
-    if not number:
-        return ""
-    have = "has" if number == 1 else "have"
-    return f", and {counted(number, 'sample', ',')} of the global batch {have} shorter sequences"
 
 
 def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:

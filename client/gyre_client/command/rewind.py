@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
-from gyre_protos.text import counted, printable
+from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import add_definition_arguments, dataset_of, steps
@@ -86,8 +86,7 @@ def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         samples = [sample_of_step(connection, located, request, row) for row in shown]
         more.append(f"{'' if step == first else chr(10)}{_step_text(files, step, located)}")
         for row, sample in enumerate(samples):
-            where = "" if located.row_length else f"row {row}, "
-            more += sample_text(sample, f"{where}sample {sample.sample_id}", decode)
+            more += sample_text(sample, f"row {row}, sample {sample.sample_id}", decode)
         values.append(_value(files, step, located, samples))
     advice = _advice(files, first, found)
     skip = [list(each) for each in _ranges(found)]
@@ -100,7 +99,7 @@ def _located(connection: Connection, request: pb.LocateStepRequest) -> pb.Locate
     except CursorRejected as error:
         if error.facts.get("differs") != "fingerprint":
             raise
-        more = "if the run's data had options of its own, give them: --option, --pack, --transforms"
+        more = "if the run's data had further options, give them: --option, --pack, --transforms"
         raise error.told(f"{error}; {more}") from error
 
 
@@ -114,8 +113,6 @@ def _step_text(files: RunFiles, step: int, located: pb.LocateStepResponse) -> st
     elif files.counts_batches and not located.skip_steps.ranges:
         head += " of the run and of the data's order"
     head += f", epoch {located.epoch}"
-    if located.row_length:
-        head += f", rows of {counted(located.row_length, 'token', ',')}"
     if (loss := files.loss(step)) is not None:
         head += f", loss {loss:.4f}"
     recorded = files.is_recorded(step, [row.sample_id for row in located.rows])
@@ -143,17 +140,15 @@ def _sources(located: pb.LocateStepResponse) -> str:
 def _rows(located: pb.LocateStepResponse) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Returns the heads and rows of the table of samples."""
     is_packed = any(each.num_tokens for row in located.rows for each in row.samples)
-    group = "PACKED SAMPLE" if located.row_length else "SEQUENCE"
-    heads = ["ROW", *([group] if is_packed else []), *(["SOURCE"] if located.sources else [])]
+    heads = ["ROW", *(["SEQUENCE"] if is_packed else []), *(["SOURCE"] if located.sources else [])]
     heads += ["SAMPLE", "SHARD", "ITS ROW", "OFFSET", "SIZE", *(["TOKENS"] if is_packed else [])]
     rows: list[Sequence[object]] = []
     for number, row in enumerate(located.rows[:_MAX_ROWS]):
         for sample in row.samples:
-            place = sample.batch_row if located.row_length else number
             end = sample.first_token + sample.num_tokens
             rows.append(
                 [
-                    f"{place}{' (padding)' if row.padding else ''}",
+                    f"{number}{' (padding)' if row.padding else ''}",
                     *([row.sample_id] if is_packed else []),
                     *([printable(located.sources[sample.source])] if located.sources else []),
                     sample.sample_id,

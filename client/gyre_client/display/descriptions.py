@@ -41,14 +41,9 @@ def fields_of(fields: Iterable[pb.Field]) -> tuple[tuple[str, ...], list[tuple[s
 def _packed(packing: pb.Packing) -> str:
     """Returns how well documents fill the sequences, and how many were cut or left out."""
     ends = {"drop": "left out", "truncate": "cut short", "split": "split"}
-    *shorter, longest = [f"{each.length:,}" for each in packing.lengths] or [f"{packing.length:,}"]
-    lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest
-    filled = f"{lengths}, of which {packing.efficiency:.2%} is filled"
+    filled = f"{packing.length:,}, of which {packing.efficiency:.2%} is filled"
     documents = counted(packing.num_documents, "document", ",")
     parts = [f"{documents} by {packing.field} into sequences of {filled}"]
-    if packing.lengths:
-        counts = [f"{each.num_sequences:,} of {each.length:,}" for each in packing.lengths]
-        parts.append(f"there are {', '.join(counts)}")
     if packing.num_overlong:
         parts.append(f"{packing.num_overlong:,} longer ones {ends[packing.overlong]}")
     if packing.num_empty:

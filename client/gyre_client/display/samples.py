@@ -5,7 +5,6 @@ They come in one batch over gRPC, which needs neither torch nor numpy.
 
 import struct
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -159,7 +158,7 @@ def _samples_of(
     ids = batch.values("sample_id", 0, num_samples)
     fields = opened.fields
     return [
-        Sample(ids[row], {each.name: _value(batch, each, row, num_samples) for each in fields})
+        Sample(ids[row], {each.name: _value(batch, each, row) for each in fields})
         for row in range(num_samples)
     ]
 
@@ -182,10 +181,6 @@ class _Batch:
             numbers = self.values(offsets, 0, self._tensors[offsets].shape[0])
             if numbers != sorted(numbers) or (numbers[0], numbers[-1]) != (0, num_elements):
                 raise DaemonFault(f"{offsets!r} does not rise from 0 to {num_elements}")
-
-    def num_rows(self, name: str) -> int:
-        """Returns the first dim of a tensor."""
-        return int(self._tensors[name].shape[0])
 
     def row_shape(self, name: str) -> list[int]:
         """Returns the shape of one row of a tensor."""
@@ -249,25 +244,16 @@ def _payload(connection: Connection, session_id: str, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _value(batch: _Batch, field: pb.Field, row: int, num_samples: int) -> Value:
-    """Returns a field of one of the samples of a batch; rows of a sample one behind the other."""
-    shape, offsets = batch.row_shape(field.name), f"{field.name}{OFFSETS_SUFFIX}"
-    if not field.ragged and not field.row_lengths:
-        return Value(field.dtype, shape, batch.values(field.name, row, row + 1)[0])
+def _value(batch: _Batch, field: pb.Field, row: int) -> Value:
+    """Returns a field of one of the samples of a batch."""
+    shape = batch.row_shape(field.name)
     if not field.ragged:
-        rows = batch.values(field.name, *_rows(row, batch.num_rows(field.name) // num_samples))
-        return Value(field.dtype, list(field.shape), [*chain.from_iterable(rows)])
-    first, behind = _rows(row, (batch.num_rows(offsets) - 1) // num_samples)
-    start, *_, stop = batch.values(offsets, first, behind + 1)
+        return Value(field.dtype, shape, batch.values(field.name, row, row + 1)[0])
+    start, stop = batch.values(f"{field.name}{OFFSETS_SUFFIX}", row, row + 2)
     shape = [stop - start, *shape]
     if field.dtype == "uint8":
         return Value(field.dtype, shape, batch.bytes(field.name, start, stop))
     return Value(field.dtype, shape, batch.values(field.name, start, stop))
-
-
-def _rows(sample: int, per_sample: int) -> tuple[int, int]:
-    """Returns the rows [first, behind) of a sample."""
-    return sample * per_sample, (sample + 1) * per_sample
 
 
 def _nested(items: list[Any], shape: list[int]) -> list[Any]:

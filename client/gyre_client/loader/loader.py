@@ -216,16 +216,14 @@ class Loader(LoaderProperties):
             storage: With a private daemon, a class of the script that lists and reads the URI: a
                 subclass of fsspec.AbstractFileSystem. Its arguments are `options["storage"]`.
             pack: Packs the samples, as documents, into sequences: {"field": "tokens", "length":
-                2048}. `batch_size` then counts sequences. With several lengths, such as [1024,
-                2048, 8192], each step has rows of one of them, and `batch_size` counts samples of
-                the longest; see docs/text.md. If None, as the dataset's definition says.
+                2048}. `batch_size` then counts sequences; see docs/text.md. If None, as the
+                dataset's definition says.
             balance: Shares out each global batch so that the parts of all ranks cost about the
                 same, where a document of L tokens costs linear * L + quadratic * L^2:
                 {"linear": 24576, "quadratic": 1}; see docs/text.md.
             bucket: Makes batches of samples of similar lengths, from windows of as many batches:
                 {"field": "tokens", "window_batches": 64}. Needs tail="drop" or "pad", and an order
-                without blocks. Sequences of several lengths are sorted so in any case; see
-                docs/text.md.
+                without blocks; see docs/text.md.
             transform: Transforms of samples by the daemon, in this order: dicts with a `name` and
                 options, such as `{"name": "crop_or_pad", "field": "text", "length": 256}`; see
                 docs/transforms.md. If None, those of the dataset's definition; `[]` for none.

@@ -182,13 +182,8 @@ def _length(field: pb.Field) -> int:
     """The length of the sequences.
 
     Raises:
-        InvalidRequest: They have several.
+        InvalidRequest: They have none.
     """
-    if field.row_lengths:
-        raise InvalidRequest(
-            f"cp_dim: sequences have several lengths (got {list(field.row_lengths)}). Pack them "
-            f"into one length, such as {field.row_lengths[-1]}"
-        )
     if field.ragged or len(field.shape) != 1:
         raise InvalidRequest(
             f"cp_dim: samples of {field.name!r} are no sequences of one length. Pack them with "

@@ -4,7 +4,6 @@ Nothing is read from memory, or allocated, by a layout that was not checked here
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -47,22 +46,11 @@ class _Tensor(NamedTuple):
         dtype: Its dtype.
         num_rows: Its first dim; None for the elements of a ragged field.
         row_shape: Its other dims.
-        longest: The tokens of a sample, where it is cut into rows whose length differs from batch
-            to batch; 0 where a sample is one row.
     """
 
     dtype: str
     num_rows: int | None
     row_shape: tuple[int, ...]
-    longest: int = 0
-
-    def shape(self, row_length: int) -> tuple[int | None, ...]:
-        """Returns its shape in a batch with rows of this length; None for any number."""
-        if not self.longest or self.num_rows is None:
-            return (self.num_rows, *self.row_shape)
-        if self.row_shape:
-            return (self.num_rows * self.longest // row_length, row_length)
-        return ((self.num_rows - 1) * self.longest // row_length + 1,)  # offsets
 
 
 def check_fields(fields: Sequence[pb.Field]) -> None:
@@ -87,24 +75,6 @@ def check_fields(fields: Sequence[pb.Field]) -> None:
                 f"the daemon says that the field {field.name!r} has the shape {list(field.shape)}, "
                 "which fits into no memory"
             )
-    _check_row_lengths([field for field in fields if field.row_lengths])
-
-
-def _check_row_lengths(fields: Sequence[pb.Field]) -> None:
-    """Checks the lengths that the rows of a batch may have, where a sample may be several rows.
-
-    Raises:
-        DaemonFault: Samples cannot be cut into rows of these lengths.
-    """
-    for field in fields:
-        lengths, shape = list(field.row_lengths), list(field.shape)
-        divide = all(short and not long % short for short, long in pairwise(lengths))
-        fits = shape == ([] if field.ragged else lengths[-1:])
-        if not divide or not all(lengths) or not fits or lengths != list(fields[0].row_lengths):
-            raise DaemonFault(
-                f"the daemon says that the field {field.name!r} of the shape {shape} has rows of "
-                f"{lengths} tokens, into which its samples cannot be cut"
-            )
 
 
 class BatchTensors:
@@ -127,13 +97,10 @@ class BatchTensors:
             self._tensors[MASK] = _Tensor("bool", num_samples, ())
         for field in fields:
             num_rows = None if field.ragged else num_samples
-            longest = max(field.row_lengths, default=0)
-            self._tensors[field.name] = _Tensor(field.dtype, num_rows, tuple(field.shape), longest)
+            self._tensors[field.name] = _Tensor(field.dtype, num_rows, tuple(field.shape))
             if field.ragged:
-                offsets = _Tensor("int64", num_samples + 1, (), longest)
-                self._tensors[field.name + OFFSETS_SUFFIX] = offsets
+                self._tensors[field.name + OFFSETS_SUFFIX] = _Tensor("int64", num_samples + 1, ())
         self.ragged = tuple(field.name for field in fields if field.ragged)
-        self._row_lengths = next((each.row_lengths for each in fields if each.row_lengths), [1])
 
     def check(self, layout: pb.Layout) -> None:
         """Checks the layout of a batch: all tensors, one behind the other, inside its payload.
@@ -147,9 +114,9 @@ class BatchTensors:
                 f"the daemon sent a batch with the tensors {_listed(names)}, "
                 f"but this session's batches have {_listed(self._tensors)}"
             )
-        end, row_length = 0, self._row_length(layout)
+        end = 0
         for tensor in layout.tensors:
-            self._check_shape(tensor, row_length)
+            self._check_shape(tensor)
             if tensor.offset_bytes < end or tensor.offset_bytes % ALIGNMENT_BYTES:
                 raise DaemonFault(
                     f"the daemon put the tensor {tensor.name!r} at byte {tensor.offset_bytes} of "
@@ -163,18 +130,9 @@ class BatchTensors:
                 f"but its tensors end at byte {end}"
             )
 
-    def _row_length(self, layout: pb.Layout) -> int:
-        """Returns how long the rows of a batch are; the longest if it has no known one."""
-        for tensor in layout.tensors:
-            its = self._tensors[tensor.name]
-            if its.longest and its.row_shape and len(tensor.shape) == 2:
-                length = tensor.shape[1]
-                return length if length in self._row_lengths else its.longest
-        return self._row_lengths[-1]
-
-    def _check_shape(self, tensor: pb.Tensor, row_length: int) -> None:
-        dtype, shape = self._tensors[tensor.name].dtype, tuple(tensor.shape)
-        num_rows, *row_shape = self._tensors[tensor.name].shape(row_length)
+    def _check_shape(self, tensor: pb.Tensor) -> None:
+        dtype, num_rows, row_shape = self._tensors[tensor.name]
+        shape = tuple(tensor.shape)
         rows = shape[:1] if num_rows is None else (num_rows,)
         if tensor.dtype != dtype or not shape or shape != (*rows, *row_shape):
             wanted = ["*" if num_rows is None else num_rows, *row_shape]

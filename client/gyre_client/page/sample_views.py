@@ -132,7 +132,7 @@ def _places(located: pb.LocateStepResponse) -> Iterator[dict[str, Any]]:
         for sample in row.samples[:_MAX_PLACES]:
             source = located.sources[sample.source] if located.sources else ""
             yield {
-                "row": sample.batch_row if located.row_length else number,
+                "row": number,
                 "source": printable(source),
                 "sample_id": sample.sample_id,
                 "shard": printable(located.shards[sample.shard]),

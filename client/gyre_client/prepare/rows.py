@@ -124,15 +124,8 @@ def columns_of(description: pb.DatasetDescription) -> list[Column]:
     """Returns the fields of a dataset, without those that only say something of another.
 
     Raises:
-        InvalidRequest: Its samples are packed sequences of several lengths, or numpy has no such
-            dtype.
+        InvalidRequest: numpy has no such dtype.
     """
-    if lengths := [f"{each.length:,}" for each in description.packing.lengths]:
-        raise InvalidRequest(
-            f"`{description.name}` is packed into sequences of several lengths, "
-            f"{', '.join(lengths)}, and written samples have one. Give `pack` one "
-            "length, or convert the documents."
-        )
     names = {field.name for field in description.fields}
 
     def says_of(name: str, suffix: str) -> bool:

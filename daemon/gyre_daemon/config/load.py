@@ -1,6 +1,5 @@
 """Reads a configuration: a TOML file, overridden by `GYRE_*` variables, then by flags."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,8 +24,6 @@ from gyre_daemon.errors import ConfigError
 Origin = Literal["default", "file", "environment", "flag"]
 
 ENVIRONMENT_PREFIX = "GYRE_"
-# Sequences of one sample: the daemon counts each of them, also those that have no document.
-_MOST_SEQUENCES = 1024
 _TABLES = ("datasets", "job_weights", "limits", "tokens")
 _NO_KEYS = ("options", "mixture")  # of a dataset's table
 SCALAR_KEYS = tuple(each.name for each in fields(DaemonConfig) if each.name not in _TABLES)
@@ -146,34 +143,18 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
 
 
 def parse_pack(table: object, where: str) -> PackConfig:
-    """Check how documents are packed; a list of one length is that length.
+    """Check how documents are packed.
 
     Raises:
-        ConfigError: a key is unknown or missing, a value is out of range, or sequences of the
-            lengths do not fit into each other.
+        ConfigError: a key is unknown or missing, or a value is out of range.
     """
-    config = build(PackConfig, convert(table, dict[str, Any], where), where)
-    wrong = _misfit(config.lengths)
-    if wrong:
+    keys = convert(table, dict[str, Any], where)
+    if isinstance(lengths := keys.get("length"), list):
         raise ConfigError(
-            f"{where}.length is {list(config.lengths)}: {wrong}. Give one length, or several from "
-            "the shortest to the longest, each a divisor of the next, such as [1024, 2048, 8192]."
+            f"{where}.length is {lengths!r:.100}: all sequences have one length. Give that, such "
+            "as 8192."
         )
-    return config if len(config.lengths) > 1 else replace(config, length=config.longest)
-
-
-def _misfit(lengths: Sequence[int]) -> str:
-    """Why sequences of these lengths do not make samples of one size; empty if they do."""
-    if not lengths:
-        return "it names no length"
-    for shorter, longer in itertools.pairwise(lengths):
-        if shorter >= longer:
-            return f"{longer} stands behind {shorter}"
-        if longer % shorter:
-            return f"{shorter} does not divide {longer}"
-    if lengths[-1] > _MOST_SEQUENCES * lengths[0]:
-        return f"{lengths[-1]} is more than {_MOST_SEQUENCES} times {lengths[0]}"
-    return ""
+    return build(PackConfig, keys, where)
 
 
 def parse_limits(table: object) -> LimitsConfig:

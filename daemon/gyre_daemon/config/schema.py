@@ -20,7 +20,6 @@ _MAX_THREADS, _MAX_REQUESTS = 1024, 1 << 20
 Positive = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
 Text = Annotated[str, Meta(min_length=1)]
 _AtLeast1 = Annotated[int, Meta(ge=1)]
-_SequenceLength = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -30,9 +29,8 @@ class PackConfig:
 
     Attributes:
         field: the one to pack: whole numbers, whose samples differ in length.
-        length: of a sequence, in tokens; or the lengths that sequences may have, rising; each must
-            divide the next one.
-        overlong: how to treat a document longer than any sequence: `fail` refuses the
+        length: of a sequence, in tokens.
+        overlong: how to treat a document longer than a sequence: `fail` refuses the
             dataset, `drop` leaves it out, `truncate` keeps its beginning, `split` cuts it.
         padding_id: fills the rest of a sequence.
         window: the number of documents packed together.
@@ -40,21 +38,11 @@ class PackConfig:
     """
 
     field: Text
-    length: _SequenceLength | tuple[_SequenceLength, ...]
+    length: Annotated[int, Meta(ge=1, le=1 << 24)]
     overlong: Literal["fail", "drop", "truncate", "split"] = "fail"
     padding_id: int = 0
     window: Annotated[int, Meta(ge=1024)] = 1 << 20
     seed: Annotated[int, Meta(ge=0)] = 0
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of sequences, rising."""
-        return self.length if isinstance(self.length, tuple) else (self.length,)
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest sequences, and those that a sample has room for."""
-        return self.lengths[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from gyre_daemon.datasets.formats import stored_fields
 from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, CostRule, Float64Array
-from gyre_daemon.order.buckets import LengthsOf, RowLengths
+from gyre_daemon.order.buckets import LengthsOf
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
@@ -24,7 +24,11 @@ def balance_of(dataset: Dataset, rule: CostRule) -> Balance:
         InvalidRequest: the rule names no ragged field of the dataset.
     """
     if packed := dataset.packed:
-        _check_field(packed, rule.field, "balance", "leave the field out")
+        if rule.field not in ("", packed.stored.name):
+            raise InvalidRequest(
+                f"`balance` names the field {rule.field!r:.100}, but the sequences are packed from "
+                f"{packed.stored.name!r:.100}; leave the field out"
+            )
         return Balance(_sample_costs(packed, rule))
     lengths_of = _ragged_lengths(dataset, rule.field, "balance")
     return Balance(lambda sample_ids: rule.cost(lengths_of(sample_ids)))
@@ -38,31 +42,18 @@ def bucket_lengths(dataset: Dataset, order: Order) -> LengthsOf | None:
     """
     if order.bucket is None or dataset.mixture:  # which the planner refuses
         return None
-    if packed := dataset.packed:
-        if not packed.has_lengths:
-            raise InvalidRequest(
-                "`bucket` does not go with a `pack` of one length, because all sequences have it. "
-                "Leave one of the two out, or give `pack` several lengths."
-            )
-        name = packed.stored.name
-        _check_field(packed, order.bucket.field, "bucket", f"name {name!r:.100}, or leave it out")
-        return RowLengths(packed.sequences.grouped.of)
-    return _ragged_lengths(dataset, order.bucket.field, "bucket")
-
-
-def _check_field(packed: Packed, field: str, argument: str, advice: str) -> None:
-    """Refuse an argument of the loader that names another field than the one that is packed."""
-    if field not in ("", packed.stored.name):
+    if dataset.packed:
         raise InvalidRequest(
-            f"`{argument}` names the field {field!r:.100}, but the sequences are packed from "
-            f"{packed.stored.name!r:.100}; {advice}"
+            "`bucket` does not go with `pack`, because all sequences have one length. Leave one of "
+            "the two out."
         )
+    return _ragged_lengths(dataset, order.bucket.field, "bucket")
 
 
 def _sample_costs(packed: Packed, rule: CostRule) -> Callable[[Int64Array], Float64Array]:
     sequences = packed.sequences
     costs = rule.cost(sequences.lengths.astype(np.int64))
-    return np.add.reduceat(costs, sequences.sample_bounds[:-1]).take
+    return np.add.reduceat(costs, sequences.bounds[:-1]).take
 
 
 def _ragged_lengths(dataset: Dataset, field: str, argument: str) -> LengthsOf:

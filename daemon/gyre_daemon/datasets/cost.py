@@ -87,7 +87,7 @@ class Estimate:
         num_bytes: read in all epochs.
         amplification: bytes read for each byte that is served; where chunks are decoded, bytes
             decoded.
-        memory_bytes: beside the prefetch window, which all orders need.
+        memory_bytes: besides the prefetch window, which all orders need.
         quality: of the shuffle.
         money: None if no price is known.
         num_chunks_decoded: in all epochs; 0 where samples are byte ranges of shards.

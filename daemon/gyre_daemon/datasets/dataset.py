@@ -38,13 +38,13 @@ class Dataset:
             casts some, or all samples have one length; None for those of the index.
         num_left_out: samples that the operator's filter leaves out; nothing else counts them.
         grows: whether shards may be added at its end while jobs go through it (`append`).
-        packed: what makes it a packed dataset, whose samples are sequences of documents: the index
+        packed: of a packed dataset, whose samples are sequences of documents: the index
             is that of the documents.
-        transforms: tells what is done to its samples from anything else; empty for nothing.
-        transform_names: of what is done to them.
+        transforms: tells its transforms from any others; empty for nothing.
+        transform_names: of its transforms.
         drawing: the names of transforms that made what its storage reads and may draw random
             numbers, where it is a mixture or a source of one: then reads need `Draws`.
-        mixture: what makes it a mixture, whose index has the samples of all sources.
+        mixture: of a mixture, whose index has the samples of all sources.
         source_names: of the datasets of a mixture, by the numbers of its field `source`.
         what_changed: takes an earlier fingerprint, and says how the shards differ from those that
             had it; empty if that is not known.
@@ -152,7 +152,7 @@ def block_ranges(
     """The smallest ranges that have every field of every sample of each block.
 
     Args:
-        index: of the samples, which lie in their shard in the order of their ids.
+        index: of the samples, stored in their shard in the order of their ids.
         table: from `index.blocks`.
         blocks: int64 [n].
     """
@@ -170,7 +170,7 @@ def fingerprint(
 ) -> str:
     """The identity of a dataset's data.
 
-    It covers the shards' relative names and sizes, where each sample lies in them, and some of
+    It covers the shards' relative names and sizes, the place of each sample in them, and some of
     their contents, or all of these where the storage knows digests. Times and etags are left out,
     so that a copy of the data elsewhere has the same fingerprint. It covers which samples are
     replaced, because that changes jobs' data.

@@ -15,7 +15,7 @@ from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixture import MixedSource, Mixture
 from gyre_daemon.order.packing import PackRule, pack_documents
-from gyre_daemon.order.sequences import SequenceLengths, Sequences
+from gyre_daemon.order.sequences import Sequences
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.substitutes import NO_SAMPLES
 
@@ -73,15 +73,8 @@ def pack_sources(
         left_out: see `pack_documents`.
 
     Raises:
-        InvalidRequest: there are several lengths, or the documents of a source cannot be packed;
-            names it.
+        InvalidRequest: the documents of a source cannot be packed; names it.
     """
-    if rule.shorter:
-        raise InvalidRequest(
-            f"a mixture is packed into sequences of one length, and `pack` has "
-            f"{len(rule.lengths)}, because its sources begin again each by itself: there is no "
-            f"epoch whose samples could be sorted by length. Give one length, such as {rule.length}"
-        )
     packed: list[Sequences] = []
     for name, (first, stop) in zip(names, _ranges(mixture, 0), strict=True):
         some = left_out[slice(*np.searchsorted(left_out, (first, stop)))]
@@ -140,7 +133,6 @@ def _joined(packed: Sequence[Sequences]) -> Sequences:
         begins,
         np.concatenate([its.lengths for its in packed]),
         np.concatenate([*bounds, parts[-1:]]),
-        SequenceLengths([packed[0].grouped.longest], [sum(its.num_samples for its in packed)]),
         sum(its.num_empty for its in packed),
         sum(its.num_overlong for its in packed),
     )

@@ -1,8 +1,6 @@
 """Packed datasets: the samples of another one are documents, and a sample is a whole sequence.
 
-Where sequences have several lengths, a sample is as many of one length as fit into the longest.
-
-A packed dataset has the documents' storage and index, and fields of its own. `order.packing` says
+A packed dataset has the documents' storage and index, and other fields. `order.packing` says
 which documents share a sequence; here their lengths come from the index, so nothing is read.
 """
 
@@ -32,15 +30,6 @@ _PACKABLE = ("bytes", "ids", "text", "npy")
 _AT_ONCE = 1 << 16  # documents whose lengths are looked up together
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLength:
-    """The sequences of one length that have documents: their number, and that of their tokens."""
-
-    length: int
-    num_sequences: int
-    num_tokens: int
-
-
 @dataclass(frozen=True, eq=False)
 class Packed:
     """The packing of a dataset.
@@ -64,12 +53,12 @@ class Packed:
 
     @property
     def num_samples(self) -> int:
-        """P: of sequences, or of groups of them where they have several lengths."""
+        """P, the number of sequences."""
         return self.sequences.num_samples
 
     @cached_property
     def read(self) -> dict[int, FieldSpec]:
-        """The fields of documents that are read, by their numbers."""
+        """The fields of documents to read, by their numbers."""
         read = {self.column: self.stored}
         if self.mask_column is not None:
             read[self.mask_column] = replace(self.stored, name=LOSS_MASK, dtype=np.dtype(np.bool_))
@@ -77,11 +66,11 @@ class Packed:
 
     @cached_property
     def fields(self) -> Sequence[FieldSpec]:
-        """The tensors of a sample of L tokens, as one sequence; only the first is read."""
-        row = (self.config.longest,)
+        """The tensors of a sample of L tokens; only the first is read."""
+        row = (self.config.length,)
         int32, int64 = np.dtype("<i4"), np.dtype("<i8")
         source = [self.mixed.field] if self.mixed else []
-        made = [
+        return [
             replace(self.stored, shape=row, ragged=False, length=0),
             FieldSpec(POSITION, int32, row, ragged=False, codec="indexed"),
             FieldSpec(LOSS_MASK, np.dtype(np.bool_), row, ragged=False, codec="indexed"),
@@ -89,19 +78,6 @@ class Packed:
             FieldSpec(CU_SEQLENS, int32, (), ragged=True, codec="indexed"),
             *source,
         ]
-        if not self.has_lengths:
-            return made
-        return [replace(spec, row_lengths=self.config.lengths) for spec in made]
-
-    @property
-    def has_lengths(self) -> bool:
-        """Whether sequences have several lengths."""
-        return len(self.config.lengths) > 1
-
-    @property
-    def most_sequences(self) -> int:
-        """An upper bound of the sequences of a sample."""
-        return self.config.longest // self.config.lengths[0]
 
     def most_parts(self, num_samples: int) -> int:
         """An upper bound of the parts of documents in a batch of so many samples."""
@@ -112,28 +88,12 @@ class Packed:
     @property
     def efficiency(self) -> float:
         """The part of all places in sequences that has a token and no padding."""
-        return self.sequences.num_tokens / (self.num_samples * self.config.longest)
-
-    @property
-    def by_length(self) -> list[PackedLength]:
-        """The sequences of each length; empty where all sequences have one."""
-        if not self.has_lengths:
-            return []
-        sequences, firsts = self.sequences, self.sequences.grouped.first_sequences
-        counts = np.diff(sequences.bounds)
-        return [
-            PackedLength(
-                length,
-                int(np.count_nonzero(counts[begin:end])),
-                int(sequences.lengths[sequences.bounds[begin] : sequences.bounds[end]].sum()),
-            )
-            for length, begin, end in zip(self.config.lengths, firsts, firsts[1:], strict=False)
-        ]
+        return self.sequences.num_tokens / (self.num_samples * self.config.length)
 
     def blocks(self, io_block_bytes: int) -> NoReturn:
         """See `BlockIndex.blocks`: the documents of a sequence lie all over the dataset."""
         raise InvalidRequest(
-            "a packed dataset has no blocks, because the documents of a sequence lie all over it. "
+            "a packed dataset has no blocks: the documents of a sequence come from all over it. "
             "Use the order `full` or `sequential`."
         )
 
@@ -163,7 +123,7 @@ def pack(
         index: of the documents.
         fields: theirs.
         num_made: how many of these transforms make, which come first; 0 where any may be packed.
-        corrupt: int64 [C], documents that are left out, in rising order.
+        corrupt: int64 [C], documents to leave out, in rising order.
         config: how.
         mixture: of which these are the documents; None for those of one dataset.
 
@@ -189,8 +149,7 @@ def pack(
                 _check_masks(some, parts[-1], found[:, mask_column])
         return np.concatenate(parts)
 
-    *shorter, longest = config.lengths
-    rule = PackRule(longest, config.overlong, config.window, config.seed, tuple(shorter))
+    rule = PackRule(config.length, config.overlong, config.window, config.seed)
     mixed = None
     if mixture:
         names = next(spec.categories for spec in fields if spec.name == SOURCE)
@@ -241,7 +200,7 @@ def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
     spec = named[0]
     if spec.name in (POSITION, LOSS_MASK, DOCUMENT_ID, CU_SEQLENS):
         raise InvalidRequest(
-            f"a packed dataset has its own field {spec.name!r}; give the one that is packed "
+            f"a packed dataset has its own field {spec.name!r}; give the packed one "
             "another name with `rename`"
         )
     if config.overlong in ("split", "truncate") and spec.codec == "npy":

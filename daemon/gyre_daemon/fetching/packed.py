@@ -1,15 +1,8 @@
 """Batches of packed sequences: which documents are read where, and the tensors that are made.
 
-A batch of B samples has `sample_id` [B], and R rows of L tokens: the packed field [R, L],
-`position` and `loss_mask` [R, L], `document_id` and its offsets, and `cu_seqlens` and its offsets.
-A sample is one row, or several where sequences have several lengths: see [Note: Rows of a batch].
-Documents are read straight into their places; all else is computed once they are there.
-
-[Note: Rows of a batch] Where sequences have several lengths, each sample has the tokens of the
-longest sequences, M: M / l sequences of its own length l, one behind the other. The rows of a batch
-have the length L of the longest sequences in the global batch, so R = B * M / L. As lengths divide
-each other, a row of L is either one sequence or several shorter ones, and no sequence is in two.
-Where each token is, counted from the beginning of the batch, does not depend on L.
+A batch of B sequences of L tokens has `sample_id` [B], the packed field [B, L], `position` and
+`loss_mask` [B, L], `document_id` and its offsets, and `cu_seqlens` and its offsets. Documents are
+read straight into their places; all else is computed once they are there.
 """
 
 from dataclasses import dataclass
@@ -39,16 +32,14 @@ _PART_METADATA_BYTES, _BATCH_METADATA_BYTES = 96, 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The parts of B samples.
+    """The parts of B sequences, or B samples that are not packed.
 
     Attributes:
         documents: int64 [n], the document of each part.
         lengths: int64 [n], its tokens.
-        starts: int64 [n], where in its sample each part begins.
-        bounds: int64 [B + 1], the first part of each sample, and n.
-        gaps: int64 [m, 2], the places `[begin, end)` in its sample that a sequence has left; one
-            for each sequence that is not full.
-        gap_bounds: int64 [B + 1], the first gap of each sample, and m.
+        starts: int64 [n], where in its sequence each part begins.
+        bounds: int64 [B + 1], the first part of each sequence, and n.
+        filled: int64 [B], the tokens of each sequence; behind them it is padded.
         begins: int64 [n], the token of its document at which each part begins; None where all begin
             at 0.
     """
@@ -57,54 +48,38 @@ class PackedRows:
     lengths: Int64Array
     starts: Int64Array
     bounds: Int64Array
-    gaps: Int64Array
-    gap_bounds: Int64Array
+    filled: Int64Array
     begins: Int64Array | None = None
 
-    @property
-    def num_samples(self) -> int:
-        """B."""
-        return len(self.bounds) - 1
-
     def which(self, begin: int, end: int) -> slice:
-        """The parts of the samples `[begin, end)`."""
+        """The parts of the sequences `[begin, end)`."""
         return slice(int(self.bounds[begin]), int(self.bounds[end]))
 
     def part(self, begin: int, end: int) -> "PackedRows":
-        """The samples `[begin, end)`."""
+        """The sequences `[begin, end)`."""
         some = self.which(begin, end)
-        gap_bounds = self.gap_bounds[begin : end + 1]
         return PackedRows(
             self.documents[some],
             self.lengths[some],
             self.starts[some],
             self.bounds[begin : end + 1] - some.start,
-            self.gaps[gap_bounds[0] : gap_bounds[-1]],
-            gap_bounds - gap_bounds[0],
+            self.filled[begin:end],
             None if self.begins is None else self.begins[some],
         )
 
 
 def rows_of(packed: Packed, plan: GroupPlan) -> PackedRows:
-    """The parts of all samples of a plan."""
-    sequences, samples = packed.sequences, plan.sample_ids.reshape(-1)
-    chosen, firsts = sequences.grouped.sequences_of(samples)
-    numbers, bounds = sequences.parts_of(chosen)
+    """The parts of all sequences of a plan."""
+    sequences = packed.sequences
+    numbers, bounds = sequences.parts_of(plan.sample_ids.reshape(-1))
     lengths = sequences.lengths[numbers].astype(np.int64)
-    # where in its sample each sequence begins, how many tokens it has room for, and how many it has
-    per_sample = np.diff(firsts)
-    sizes = np.repeat(sequences.grouped.of(samples), per_sample)
-    offsets = (np.arange(len(chosen)) - np.repeat(firsts[:-1], per_sample)) * sizes
     before = np.concatenate(([0], np.cumsum(lengths)))
-    filled = np.diff(before[bounds])
-    short = np.flatnonzero(filled < sizes)
     return PackedRows(
         sequences.documents[numbers],
         lengths,
-        before[:-1] + np.repeat(offsets - before[bounds[:-1]], np.diff(bounds)),
-        bounds[firsts],
-        np.stack(((offsets + filled)[short], (offsets + sizes)[short]), axis=1),
-        np.searchsorted(short, firsts),
+        before[:-1] - np.repeat(before[bounds[:-1]], np.diff(bounds)),
+        bounds,
+        np.diff(before[bounds]),
         None if sequences.begins is None else sequences.begins[numbers],
     )
 
@@ -114,14 +89,10 @@ class _Tokens:
     """The places of the tokens of one batch, counted from its beginning.
 
     Attributes:
-        length: L, of a row.
-        num_rows: R.
         starts: int64 [n], where each part of a document begins.
         gaps: int64 [m, 2], the places `[begin, end)` of each sequence that have no document.
     """
 
-    length: int
-    num_rows: int
     starts: Int64Array
     gaps: Int64Array
 
@@ -131,14 +102,13 @@ class _Tokens:
         return len(self.starts) + len(self.gaps) + 1
 
 
-def _tokens(packed: Packed, rows: PackedRows, plan: BatchPlan) -> _Tokens:
+def _tokens(packed: Packed, rows: PackedRows) -> _Tokens:
     """Where the tokens of a batch are."""
-    longest, num_samples = packed.config.longest, rows.num_samples
-    length = longest if plan.row_length is None else plan.row_length
-    begins = np.arange(num_samples) * longest
+    length = packed.config.length
+    begins = np.arange(len(rows.filled)) * length
     starts = rows.starts + np.repeat(begins, np.diff(rows.bounds))
-    gaps = rows.gaps + np.repeat(begins, np.diff(rows.gap_bounds))[:, None]
-    return _Tokens(length, num_samples * longest // length, starts, gaps)
+    gaps = np.stack((begins + rows.filled, begins + length), axis=1)
+    return _Tokens(starts, gaps[rows.filled < length])
 
 
 def locate_packed(
@@ -170,16 +140,15 @@ def lay_out_packed(packed: Packed, rows: PackedRows, plan: GroupPlan) -> GroupLa
 
 
 def _lay_out(packed: Packed, rows: PackedRows, plan: BatchPlan) -> BatchLayout:
-    tokens = _tokens(packed, rows, plan)
+    tokens, num_rows = _tokens(packed, rows), len(plan.sample_ids)
     counts = {DOCUMENT_ID: len(rows.documents), CU_SEQLENS: tokens.num_bounds}
-    places = TensorPlaces(len(plan.sample_ids), pads=plan.mask is not None)
+    places = TensorPlaces(num_rows, pads=plan.mask is not None)
     bases = {}
     for spec in packed.fields:
-        row = (tokens.length,) if spec.shape else ()
-        shape = (counts[spec.name],) if spec.ragged else (tokens.num_rows, *row)
+        shape = (counts[spec.name],) if spec.ragged else (num_rows, *spec.shape)
         begin = places.add(spec.name, spec.dtype, shape)
         if spec.ragged:
-            places.add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (tokens.num_rows + 1,))
+            places.add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (num_rows + 1,))
         bases[spec.name] = begin
     destinations = np.empty((len(tokens.starts), len(packed.read), 2), np.int64)
     for column, spec in enumerate(packed.read.values()):
@@ -205,7 +174,7 @@ def write_packed(
             for each in batch.tensors
         }
         its = rows.part(number * size, (number + 1) * size)
-        _fill(packed, its.documents, _tokens(packed, its, plan[number]), views)
+        _fill(packed, its.documents, _tokens(packed, its), views)
         if packed.mixed:
             views[SOURCE][:] = packed.mixed.source_of(plan.sample_ids[number])
 
@@ -213,8 +182,8 @@ def write_packed(
 def _fill(
     packed: Packed, documents: Int64Array, tokens: _Tokens, views: dict[str, npt.NDArray[Any]]
 ) -> None:
-    num_places = tokens.num_rows * tokens.length
-    rows = np.arange(tokens.num_rows + 1) * tokens.length
+    num_rows, length = views[POSITION].shape
+    num_places, rows = num_rows * length, np.arange(num_rows + 1) * length
     begins = np.sort(np.concatenate((tokens.starts, tokens.gaps[:, 0])))
     ends = np.append(begins[1:], num_places)
     position = views[POSITION].reshape(-1)
@@ -237,14 +206,14 @@ def _fill(
 
 def max_packed_bytes(packed: Packed, num_samples: int) -> int:
     """An upper bound of the size of any batch of `num_samples`."""
-    places, num_sequences = num_samples * packed.config.longest, num_samples * packed.most_sequences
+    places = num_samples * packed.config.length
     num_parts = packed.most_parts(num_samples)
     made = places * (packed.stored.dtype.itemsize + 4 + 1)
-    ragged = num_parts * (8 + 4) + num_sequences * 4 + 4 + 2 * (num_sequences + 1) * 8
+    ragged = num_parts * (8 + 4) + num_samples * 4 + 4 + 2 * (num_samples + 1) * 8
     return made + ragged + 13 * num_samples + 11 * ALIGNMENT_BYTES
 
 
 def max_packed_metadata_bytes(packed: Packed, num_samples: int) -> int:
     """An upper bound of the memory that the daemon needs for such a batch beside its tensors."""
-    num_parts, num_sequences = packed.most_parts(num_samples), num_samples * packed.most_sequences
-    return num_parts * _PART_METADATA_BYTES + num_sequences * 16 + _BATCH_METADATA_BYTES
+    num_parts = packed.most_parts(num_samples)
+    return num_parts * _PART_METADATA_BYTES + num_samples * 16 + _BATCH_METADATA_BYTES

@@ -44,8 +44,8 @@ _FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
 # epoch: each would cost one more deadline. Under other seeds, as other jobs have for a source of a
 # mixture, random transforms may do well.
 _MAX_GIVEN_UP = 1024
-# Room for what is made to be measured, in parts of what is stored: the ids of a text take about as
-# much as the text, decoded sound some times of its file. The rest is made again.
+# Room for samples made to be measured, in parts of the stored bytes: the ids of a text take about
+# as much as the text, decoded sound some times of its file. The rest is made again.
 _ROOM_FACTOR, _MIN_ROOM_BYTES = 4, 64 << 10
 
 

@@ -2,14 +2,10 @@
 
 Documents of one length are alike, so whole groups of them are put into whole groups of sequences:
 the work grows with the number of different lengths and not with that of documents.
-
-Where sequences have several lengths, a document that fits nowhere begins a sequence of the smallest
-length that holds it. So every sequence has a document too long for the next smaller length, and
-shorter documents fill up the rest.
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,12 +20,10 @@ class Fitted(NamedTuple):
     Attributes:
         numbers: int64 [M], the parts, sequence after sequence.
         counts: int64 [P], how many parts each sequence has.
-        capacities: int64 [P], the tokens that each has room for.
     """
 
     numbers: Int64Array
     counts: Int64Array
-    capacities: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +34,32 @@ class _Filling:
     length: of the parts put there last.
         length: of the parts that were put there last.
         each: how many of them each sequence has.
-        capacity: of a sequence.
     """
 
     before: "_Filling | None"
     length: int
     each: int
-    capacity: int
 
 
 _Group = tuple[int, _Filling]  # the number of sequences filled alike, and their parts
 
 
-def best_fit(lengths: Int64Array, capacities: Sequence[int]) -> Fitted:
+def best_fit(lengths: Int64Array, capacity: int) -> Fitted:
     """Best-fit decreasing.
 
     Within a sequence longer parts come first; parts of one length are used in the order in which
     they are given.
 
     Args:
-        lengths: int64 [M], in `[1, capacities[-1]]`.
-        capacities: that a sequence may have, rising.
+        lengths: int64 [M], in `[1, capacity]`.
+        capacity: the tokens that a sequence has room for.
     """
     by_length = np.argsort(lengths, kind="stable")
     distinct, counts = np.unique(lengths, return_counts=True)
     next_of = dict(zip(distinct.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
     nothing = np.empty(0, np.int64)
-    numbers, sizes, rooms = [nothing], [nothing], [nothing]
-    for count, filling in _groups(distinct[::-1].tolist(), counts[::-1].tolist(), capacities):
+    numbers, sizes = [nothing], [nothing]
+    for count, filling in _groups(distinct[::-1].tolist(), counts[::-1].tolist(), capacity):
         columns: list[Int64Array] = []
         last: _Filling | None = filling
         while last:
@@ -78,11 +70,10 @@ def best_fit(lengths: Int64Array, capacities: Sequence[int]) -> Fitted:
         rows = np.concatenate(columns[::-1], axis=1)
         numbers.append(rows.reshape(-1))
         sizes.append(np.full(count, rows.shape[1]))
-        rooms.append(np.full(count, filling.capacity))
-    return Fitted(np.concatenate(numbers), np.concatenate(sizes), np.concatenate(rooms))
+    return Fitted(np.concatenate(numbers), np.concatenate(sizes))
 
 
-def _groups(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> Iterator[_Group]:
+def _groups(lengths: list[int], counts: list[int], capacity: int) -> Iterator[_Group]:
     """The sequences that best-fit decreasing makes of these numbers of parts, lengths falling."""
     room: list[int] = []  # the different numbers of free tokens, in rising order
     groups: dict[int, list[_Group]] = {}
@@ -107,16 +98,14 @@ def _groups(lengths: list[int], counts: list[int], capacities: Sequence[int]) ->
             if fullest < len(room):
                 free = room[fullest]
                 num_sequences, filling = take(free)
-                capacity = filling.capacity
             else:
-                capacity = free = capacities[bisect.bisect_left(capacities, length)]
-                num_sequences, filling = left, None
+                free, num_sequences, filling = capacity, left, None
             # the fullest sequence stays the fullest until the next part does not fit there
             each = min(free // length, left)
             num_filled = min(num_sequences, left // each)
             if filling and num_filled < num_sequences:
                 add(free, (num_sequences - num_filled, filling))
-            add(free - each * length, (num_filled, _Filling(filling, length, each, capacity)))
+            add(free - each * length, (num_filled, _Filling(filling, length, each)))
             left -= num_filled * each
     for free in room:
         yield from groups[free]

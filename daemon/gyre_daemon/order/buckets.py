@@ -20,24 +20,6 @@ from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permuta
 
 LengthsOf = Callable[[Int64Array], Int64Array]  # of samples, both int64 [n]
 
-
-@dataclass(frozen=True, slots=True)
-class RowLengths:
-    """The lengths of the sequences of packed samples, where these have several.
-
-    The longest of a global batch is that of all its rows.
-
-    Attributes:
-        of: takes int64 [n] samples and returns int64 [n].
-    """
-
-    of: LengthsOf
-
-    def __call__(self, samples: Int64Array) -> Int64Array:
-        """The lengths of samples; both int64 [n]."""
-        return self.of(samples)
-
-
 DEFAULT_WINDOW_BATCHES = 64
 _MAX_WINDOW_BATCHES = 1 << 16
 # Samples of a window: a tenth of a second of a thread, and 16 bytes of memory for each.
@@ -85,12 +67,6 @@ class BucketRule:
                 f"{num_samples} samples, and `bucket` sorts at most {_MAX_WINDOW_SAMPLES} "
                 "together. Lower its window_batches."
             )
-
-
-def default_rule(field: str, global_batch_size: int) -> BucketRule:
-    """The rule where a job names none; a window has fewer batches if these are very large."""
-    most = _MAX_WINDOW_SAMPLES // max(global_batch_size, 1)
-    return BucketRule(field, max(2, min(DEFAULT_WINDOW_BATCHES, most)))
 
 
 class BucketedOrder:

@@ -1,12 +1,8 @@
-"""Packs documents into sequences of one length, or of several. Pure arithmetic.
+"""Packs documents into sequences of one length. Pure arithmetic.
 
 Documents are packed in windows of a keyed permutation, so memory for the work is bounded. Which
 documents share a sequence follows from their lengths, the seed and the window alone. It is the same
-in every epoch; the order then shuffles the samples anew for each.
-
-Where there are several lengths, a sample has room for the tokens of the longest sequences: shorter
-ones are shuffled by the seed, and as many as fit make a sample. So all samples have one size,
-whatever their sequences are.
+in every epoch; the order then shuffles the sequences anew for each.
 """
 
 import hashlib
@@ -19,7 +15,7 @@ import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.best_fit import best_fit
-from gyre_daemon.order.sequences import SequenceLengths, Sequences, ranges
+from gyre_daemon.order.sequences import Sequences
 from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation
 
 Overlong = Literal["fail", "drop", "truncate", "split"]
@@ -33,25 +29,18 @@ class PackRule:
     """How documents become sequences.
 
     Attributes:
-        length: L, the tokens of the longest sequences.
+        length: L, the tokens of a sequence.
         overlong: how to treat a document of more than L tokens: `fail` refuses the dataset,
             `drop` leaves it out, `truncate` keeps its first L tokens, `split` cuts it into parts of
             L tokens and a rest.
         window: the number of documents packed together.
-        seed: of the permutation whose windows are packed, and of those of shorter sequences.
-        shorter: the other lengths, rising; each divides the next one, and the last divides L.
+        seed: of the permutation whose windows are packed.
     """
 
     length: int
     overlong: Overlong = "fail"
     window: int = 1 << 20
     seed: int = 0
-    shorter: tuple[int, ...] = ()
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """All lengths, rising."""
-        return *self.shorter, self.length
 
 
 class _Parts(NamedTuple):
@@ -72,13 +61,11 @@ class _Packed(NamedTuple):
 
     Attributes:
         parts: M of them.
-        counts: int64 [S], how many each sequence has.
-        capacities: int64 [S], the length of each sequence.
+        counts: int64 [P], how many each sequence has.
     """
 
     parts: _Parts
     counts: Int64Array
-    capacities: Int64Array
 
 
 def pack_documents(
@@ -110,8 +97,8 @@ def pack_documents(
         num_overlong += int(np.count_nonzero(lengths > rule.length))
         longest = max(longest, int(lengths.max(initial=0)))
         parts = _parts(documents, lengths, rule)
-        fitted = best_fit(parts.lengths, rule.lengths)
-        windows.append(_Packed(parts.at(fitted.numbers), fitted.counts, fitted.capacities))
+        fitted = best_fit(parts.lengths, rule.length)
+        windows.append(_Packed(parts.at(fitted.numbers), fitted.counts))
     if rule.overlong == "fail" and num_overlong:
         raise InvalidRequest(
             f"{num_overlong} of {num_documents} documents are longer than {rule.length} tokens, "
@@ -119,17 +106,12 @@ def pack_documents(
         )
     if not any(len(its.counts) for its in windows):
         raise InvalidRequest("there is nothing to pack: no document keeps a token")
-    parts, counts, capacities = _joined(windows)
-    grouped = SequenceLengths(rule.lengths, [len(counts)])
-    if rule.shorter:
-        numbers, counts, grouped = _by_length(counts, capacities, rule)
-        parts = parts.at(numbers)
+    parts, counts = _joined(windows)
     return Sequences(
         parts.documents,
         parts.begins,
         parts.lengths.astype(np.int32),
         np.concatenate(([0], np.cumsum(counts))),
-        grouped,
         num_empty,
         num_overlong,
     )
@@ -159,49 +141,10 @@ def _joined(windows: list[_Packed]) -> _Packed:
         np.concatenate(begins) if begins else None,
         np.concatenate([its.parts.lengths for its in windows]),
     )
-    counts, capacities = (np.concatenate([its[place] for its in windows]) for place in (1, 2))
-    return _Packed(parts, counts, capacities)
+    return _Packed(parts, np.concatenate([its.counts for its in windows]))
 
 
-def _by_length(
-    counts: Int64Array, capacities: Int64Array, rule: PackRule
-) -> tuple[Int64Array, Int64Array, SequenceLengths]:
-    """Sort sequences by length, shuffle those of each length, and fill up to whole samples.
-
-    Best fit makes similar sequences one after the other: without the shuffle, those of a
-    sample would be.
-
-    Args:
-        counts: int64 [S], the parts of each sequence.
-        capacities: int64 [S], the length of each.
-        rule: how they were packed.
-
-    Returns:
-        Int64 [M], the numbers of the parts in their new order; the parts of each sequence, where
-        some have none; and how many samples have which length.
-    """
-    chosen: list[Int64Array] = []
-    ordered: list[Int64Array] = []
-    num_samples: list[int] = []
-    for length in rule.lengths:
-        those = np.flatnonzero(capacities == length)
-        if len(those):
-            shuffle = Permutation(_key(rule.seed, length), len(those))
-            those = those[shuffle(np.arange(len(those)))]
-        per_sample = rule.length // length
-        missing = -len(those) % per_sample
-        chosen.append(those)
-        ordered += [counts[those], np.zeros(missing, np.int64)]
-        num_samples.append((len(those) + missing) // per_sample)
-    order = np.concatenate(chosen)
-    numbers, _ = ranges((np.cumsum(counts) - counts)[order], counts[order])
-    return numbers, np.concatenate(ordered), SequenceLengths(rule.lengths, num_samples)
-
-
-def _key(seed: int, length: int = 0) -> bytes:
-    """The key of the permutation whose windows are packed; no epoch's order shares it.
-
-    With a length, that of the shuffle of its sequences.
-    """
-    packed = struct.pack("<QQ", seed, length) if length else struct.pack("<Q", seed)
+def _key(seed: int) -> bytes:
+    """The key of the permutation whose windows are packed; no epoch's order shares it."""
+    packed = struct.pack("<Q", seed)
     return hashlib.blake2b(packed, digest_size=KEY_BYTES, person=b"gyre.packing").digest()

@@ -25,7 +25,7 @@ from gyre_protos.text import counted
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
-from gyre_daemon.order.buckets import BucketedOrder, BucketRule, LengthsOf, RowLengths
+from gyre_daemon.order.buckets import BucketedOrder, BucketRule, LengthsOf
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.order.next_uses import NextUses
 from gyre_daemon.order.quotas import Phase
@@ -129,8 +129,7 @@ class BatchPlanner:
             corrupt: int64 [C], ids of the samples that others replace, in rising order.
             stages: the job's, none with more than N samples; empty where all epochs have N.
             balance: shares out each global batch; None for the parts in the order of positions.
-            lengths_of: the lengths of samples; only an order with buckets needs them. If they are
-                `RowLengths`, each step has rows of one length.
+            lengths_of: the lengths of samples; only an order with buckets needs them.
 
         Raises:
             InvalidRequest: the dataset is empty, G is not positive or thousands of times the
@@ -164,15 +163,13 @@ class BatchPlanner:
 
     def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> GroupPlan:
         """The samples of a rank in `num_steps` successive steps, with one permutation an epoch."""
-        if self._looks_at_all and world_size > 1 and num_steps:
+        if self._balance and world_size > 1 and num_steps:
             parts = self._in_parts(first_step, num_steps)
             if len(parts) > 1:
                 first, *later = (self.batches(*part, rank, world_size) for part in parts)
                 return sum(later, start=first)
             whole = self.batches(first_step, num_steps, 0, 1)
-            if self._balance:
-                return self._balance.part(whole, rank, world_size)
-            return whole.part(rank, world_size)
+            return self._balance.part(whole, rank, world_size)
         position, shaped = self._positions(first_step, num_steps, rank, world_size)
         shape, found = shaped.shape, self.samples_at(position, shaped.reshape(-1))
         replaced = found.is_substitute
@@ -182,13 +179,7 @@ class BatchPlanner:
             None if found.mask is None else found.mask.reshape(shape),
             self.stages.epochs(self.order.position_of(first_step), shaped[:, 0]),
             None if replaced is None else replaced.reshape(shape),
-            self._row_lengths(found.sample_ids.reshape(shape)),
         )
-
-    @property
-    def _looks_at_all(self) -> bool:
-        """Whether a rank's part of a step depends on the samples of the other ranks."""
-        return self._balance is not None or isinstance(self._lengths_of, RowLengths)
 
     def _in_parts(self, first_step: int, num_steps: int) -> list[tuple[int, int]]:
         """First step and number of steps, such that whole global batches of them fit in memory."""
@@ -198,15 +189,7 @@ class BatchPlanner:
     def positions_of(self, num_steps: int, world_size: int) -> int:
         """How many positions are planned for a rank's parts of `num_steps`."""
         size = self.order.global_batch_size
-        return num_steps * (size if self._looks_at_all else size // world_size)
-
-    def _row_lengths(self, sample_ids: Int64Array) -> Int64Array | None:
-        """See `GroupPlan.row_lengths`; the samples are int64 [K, G]."""
-        if not isinstance(self._lengths_of, RowLengths):
-            return None
-        lengths = self._lengths_of(sample_ids.reshape(-1)).reshape(sample_ids.shape)
-        longest: Int64Array = lengths.max(axis=1)
-        return longest
+        return num_steps * (size if self._balance else size // world_size)
 
     def spread(self, step: int, world_size: int) -> float | None:
         """By how much the most expensive rank of a step exceeds the mean; None without balance."""

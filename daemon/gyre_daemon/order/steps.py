@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.order.shuffle.permutation import Int64Array
-
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +19,12 @@ class BatchPlan:
         epoch: of the global batch's first position.
         sample_ids: int64 [B], in the order of positions.
         mask: bool [B], false at padding; None if the tail never pads.
-        row_length: the tokens of a row of the global batch; None where all rows have one length.
     """
 
     step: int
     epoch: int
     sample_ids: Int64Array
     mask: npt.NDArray[np.bool_] | None
-    row_length: int | None = None
 
 
 class Placed(NamedTuple):
@@ -57,8 +53,6 @@ class GroupPlan(Sequence[BatchPlan]):
         mask: bool [K, B]; see `BatchPlan`.
         epochs: int64 [K], in which each step begins.
         is_substitute: bool [K, B], which samples stand in for corrupt ones; None if none is.
-        row_lengths: int64 [K], the tokens of a row of each step, which the global batch decides;
-            None where all rows have one length.
     """
 
     first_step: int
@@ -66,7 +60,6 @@ class GroupPlan(Sequence[BatchPlan]):
     mask: npt.NDArray[np.bool_] | None
     epochs: Int64Array
     is_substitute: npt.NDArray[np.bool_] | None = None
-    row_lengths: Int64Array | None = None
 
     @property
     def stop_step(self) -> int:
@@ -84,14 +77,12 @@ class GroupPlan(Sequence[BatchPlan]):
 
     def __getitem__(self, index: int | slice) -> "BatchPlan | GroupPlan":
         sample_ids, mask = self.sample_ids[index], None if self.mask is None else self.mask[index]
-        rows = None if self.row_lengths is None else self.row_lengths[index]
         if isinstance(index, slice):
             first_step = self.first_step + index.indices(len(self))[0]
             replaced = None if self.is_substitute is None else self.is_substitute[index]
-            return GroupPlan(first_step, sample_ids, mask, self.epochs[index], replaced, rows)
+            return GroupPlan(first_step, sample_ids, mask, self.epochs[index], replaced)
         step = self.first_step + range(len(self))[index]
-        row_length = None if rows is None else int(rows)
-        return BatchPlan(step, int(self.epochs[index]), sample_ids, mask, row_length)
+        return BatchPlan(step, int(self.epochs[index]), sample_ids, mask)
 
     def __add__(self, later: "GroupPlan") -> "GroupPlan":
         return GroupPlan(
@@ -100,14 +91,7 @@ class GroupPlan(Sequence[BatchPlan]):
             _joined(self.mask, later.mask),
             np.concatenate((self.epochs, later.epochs)),
             _joined(self.is_substitute, later.is_substitute),
-            _joined(self.row_lengths, later.row_lengths),
         )
-
-    def part(self, rank: int, world_size: int) -> "GroupPlan":
-        """A rank's part of global batches, in the order of positions."""
-        num_steps, size = self.sample_ids.shape
-        columns = np.arange(rank * size // world_size, (rank + 1) * size // world_size)
-        return self.rearranged(np.broadcast_to(columns, (num_steps, len(columns))))
 
     def rearranged(self, which: Int64Array) -> "GroupPlan":
         """Other samples of the same steps; `which` is int64 [K, n], their numbers in each batch."""
@@ -121,7 +105,6 @@ class GroupPlan(Sequence[BatchPlan]):
             taken(self.mask),
             self.epochs,
             taken(self.is_substitute),
-            self.row_lengths,
         )
 
     @property
@@ -134,6 +117,6 @@ class GroupPlan(Sequence[BatchPlan]):
 
 
 def _joined(
-    first: npt.NDArray[_Scalar] | None, later: npt.NDArray[_Scalar] | None
-) -> npt.NDArray[_Scalar] | None:
+    first: npt.NDArray[np.bool_] | None, later: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.bool_] | None:
     return None if first is None or later is None else np.concatenate((first, later))

@@ -50,7 +50,6 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
             categories=spec.categories,
             media_type=spec.media_type,
             text=spec.codec in ("text", "quoted", "json"),
-            row_lengths=spec.row_lengths,
         )
         for spec in fields
     ]
@@ -102,14 +101,13 @@ def _from_packed(dataset: Dataset) -> pb.Packing:
     packed, sequences = dataset.packed, dataset.packed.sequences
     return pb.Packing(
         field=packed.stored.name,
-        length=packed.config.longest,
+        length=packed.config.length,
         num_documents=dataset.index.num_samples,
         num_tokens=sequences.num_tokens,
         efficiency=packed.efficiency,
         num_empty=sequences.num_empty,
         num_overlong=sequences.num_overlong,
         overlong=packed.config.overlong,
-        lengths=[pb.PackedLength(**asdict(each)) for each in packed.by_length],
     )
 
 

@@ -12,7 +12,6 @@ from gyre_daemon.datasets.balancing import bucket_lengths
 from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.catalog.located import Source, located
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import PackedRows, rows_of
 from gyre_daemon.order.cursor import Cursor, check_transforms, decode_cursor
@@ -115,11 +114,6 @@ def _located(
         begins = np.zeros_like(rows.lengths) if rows.begins is None else rows.begins
         for sample, begin, length in zip(samples, begins, rows.lengths, strict=True):
             sample.first_token, sample.num_tokens = int(begin), int(length)
-    if dataset.packed and plan.row_lengths is not None:
-        answer.row_length = int(plan.row_lengths[0])
-        places = _tokens_before(dataset.packed, rows) + rows.starts
-        for sample, place in zip(samples, places.tolist(), strict=True):
-            sample.batch_row = place // answer.row_length
     counts = [True] * order.global_batch_size if plan.mask is None else plan.mask[0].tolist()
     for row, sample_id in enumerate(plan.sample_ids[0].tolist()):
         its = samples[rows.which(row, row + 1)]
@@ -127,19 +121,11 @@ def _located(
     return answer
 
 
-def _tokens_before(packed: Packed, rows: PackedRows) -> Int64Array:
-    """Where in the batch the sample of each part begins, int64 [n]."""
-    samples = np.arange(rows.num_samples) * packed.config.longest
-    return np.repeat(samples, np.diff(rows.bounds))
-
-
 def _alone(plan: GroupPlan) -> PackedRows:
     """Rows of one sample each."""
     ids = plan.sample_ids.reshape(-1)
-    bounds, no_gaps = np.arange(len(ids) + 1), np.empty((0, 2), np.int64)
-    return PackedRows(
-        ids, np.ones_like(ids), np.zeros_like(ids), bounds, no_gaps, np.zeros_like(bounds)
-    )
+    ones = np.ones_like(ids)
+    return PackedRows(ids, ones, np.zeros_like(ids), np.arange(len(ids) + 1), ones)
 
 
 def _samples(

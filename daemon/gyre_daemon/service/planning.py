@@ -11,7 +11,7 @@ from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import CostRule
-from gyre_daemon.order.buckets import RowLengths, padding
+from gyre_daemon.order.buckets import padding
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.planning import check_ranks, planner_for
 from gyre_daemon.service import requests
@@ -83,13 +83,9 @@ def _planned(
         first_position=request.step * order.global_batch_size,
         epoch=batch.epoch,
         spread=planner.spread(request.step, request.world_size or 1),
-        row_length=batch.row_length,
         transforms=dataset.transforms,
     )
-    if isinstance(lengths_of, RowLengths):
-        whole = planner.batch(request.step)
-        answer.num_shorter = int((lengths_of(whole.sample_ids) != whole.row_length).sum())
-    elif lengths_of:
+    if lengths_of:
         alone = replace(order, bucket=None)
         without = planner_for(alone, dataset.ordered, dataset.corrupt, *rest)
         answer.padding = padding(lengths_of(planner.batch(request.step).sample_ids))

@@ -10,10 +10,9 @@ from gyre_daemon.config import DatasetConfig, PackConfig, parse_dataset, parse_p
 from gyre_daemon.datasets.cost import CostQuery, StoragePrices
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
-from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import CostRule
-from gyre_daemon.order.buckets import DEFAULT_WINDOW_BATCHES, BucketRule, default_rule
+from gyre_daemon.order.buckets import DEFAULT_WINDOW_BATCHES, BucketRule
 from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.order.shuffle.block_order import (
@@ -115,9 +114,9 @@ def to_balance(message: pb.OrderSpec, world_size: int) -> CostRule | None:
 def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes = b"") -> Order:
     """The order on a dataset.
 
-    Where packed sequences have several lengths, it has buckets. Where blocks are chunks, their size
-    decides the default window: all daemons choose the same, because equal datasets have equal
-    chunks. A job whose dataset grows keeps the window that it began with.
+    Where blocks are chunks, their size decides the default window: all daemons choose the same,
+    because equal datasets have equal chunks. A job whose dataset grows keeps the window that it
+    began with.
 
     Args:
         order: from `to_order`.
@@ -127,10 +126,7 @@ def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes 
 
     Raises:
         CursorRejected: the cursor is none.
-        InvalidRequest: the tail does not go with sequences of several lengths.
     """
-    if dataset.packed and dataset.packed.has_lengths and order.mode != "block":
-        return _by_row_length(order, dataset.packed)
     chunks = chunks_of(dataset.index)
     if order.mode != "block" or message.window_blocks or chunks is None:
         return order
@@ -139,21 +135,6 @@ def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes 
         return replace(order, window_blocks=min(max(1, window_blocks), _MAX_WINDOW_BLOCKS))
     mean_bytes = float(chunks.chunk_bytes.mean())
     return replace(order, window_blocks=window_of_chunks(order.window_blocks, mean_bytes))
-
-
-def _by_row_length(order: Order, packed: Packed) -> Order:
-    """The order with buckets: without, nearly every step would have rows of the longest length."""
-    if order.bucket:
-        return order
-    if order.tail == "wrap":
-        lengths = ", ".join(map(str, packed.config.lengths))
-        raise InvalidRequest(
-            f"`pack` has the lengths {lengths}, and steps of one length need epochs that end with "
-            "a whole batch. Use the tail `drop` or `pad`."
-        )
-    rule = default_rule(packed.stored.name, order.global_batch_size)
-    rule.check(order.mode, order.tail, order.global_batch_size)
-    return replace(order, bucket=rule)
 
 
 def _to_blocks(message: pb.OrderSpec) -> tuple[int, int]:

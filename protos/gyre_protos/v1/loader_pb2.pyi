@@ -598,10 +598,9 @@ class Packing(_message.Message):
     NUM_EMPTY_FIELD_NUMBER: _builtins.int
     NUM_OVERLONG_FIELD_NUMBER: _builtins.int
     OVERLONG_FIELD_NUMBER: _builtins.int
-    LENGTHS_FIELD_NUMBER: _builtins.int
     field: _builtins.str
     length: _builtins.int
-    """of a sequence, in tokens; of the longest, where they have several lengths"""
+    """of a sequence, in tokens"""
     num_documents: _builtins.int
     """of the dataset"""
     num_tokens: _builtins.int
@@ -614,10 +613,6 @@ class Packing(_message.Message):
     """documents longer than a sequence"""
     overlong: _builtins.str
     """how they were handled"""
-    @_builtins.property
-    def lengths(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackedLength]:
-        """rising; empty where all sequences have one length"""
-
     def __init__(
         self,
         *,
@@ -629,42 +624,14 @@ class Packing(_message.Message):
         num_empty: _builtins.int = ...,
         num_overlong: _builtins.int = ...,
         overlong: _builtins.str = ...,
-        lengths: _abc.Iterable[Global___PackedLength] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["efficiency", b"efficiency", "field", b"field", "length", b"length", "lengths", b"lengths", "num_documents", b"num_documents", "num_empty", b"num_empty", "num_overlong", b"num_overlong", "num_tokens", b"num_tokens", "overlong", b"overlong"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["efficiency", b"efficiency", "field", b"field", "length", b"length", "num_documents", b"num_documents", "num_empty", b"num_empty", "num_overlong", b"num_overlong", "num_tokens", b"num_tokens", "overlong", b"overlong"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Packing: _TypeAlias = Packing  # noqa: Y015
-
-@_typing.final
-class PackedLength(_message.Message):
-    """The sequences of one length that have documents."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LENGTH_FIELD_NUMBER: _builtins.int
-    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    length: _builtins.int
-    num_sequences: _builtins.int
-    num_tokens: _builtins.int
-    def __init__(
-        self,
-        *,
-        length: _builtins.int = ...,
-        num_sequences: _builtins.int = ...,
-        num_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PackedLength: _TypeAlias = PackedLength  # noqa: Y015
 
 @_typing.final
 class LengthHistogram(_message.Message):
@@ -726,7 +693,6 @@ class Field(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CATEGORIES_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
-    ROW_LENGTHS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """numpy's name: "uint16", "int64", ...; or "bfloat16" """
@@ -746,13 +712,6 @@ class Field(_message.Message):
     def categories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """the meanings of the values 0, 1, ..., such as names of classes"""
 
-    @_builtins.property
-    def row_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where documents are packed into sequences of several lengths: these, rising; the longest is M, which is `shape` where the field
-        is not ragged. The rows of a batch of B samples have one of them, L, in all such fields. There are R = B * M / L rows, and the
-        tensor is [R, L]; that of a ragged field has offsets [R + 1]. Empty: a sample is one row.
-        """
-
     def __init__(
         self,
         *,
@@ -764,11 +723,10 @@ class Field(_message.Message):
         text: _builtins.bool = ...,
         categories: _abc.Iterable[_builtins.str] | None = ...,
         media_type: _builtins.str = ...,
-        row_lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "media_type", b"media_type", "name", b"name", "ragged", b"ragged", "row_lengths", b"row_lengths", "shape", b"shape", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "media_type", b"media_type", "name", b"name", "ragged", b"ragged", "shape", b"shape", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1671,8 +1629,6 @@ class PlanStepResponse(_message.Message):
     SPREAD_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     PADDING_WITHOUT_FIELD_NUMBER: _builtins.int
-    ROW_LENGTH_FIELD_NUMBER: _builtins.int
-    NUM_SHORTER_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     epoch: _builtins.int
@@ -1682,9 +1638,6 @@ class PlanStepResponse(_message.Message):
     padding: _builtins.float
     """With buckets: the share of padding if the global batch is padded to its longest sample; and so without buckets."""
     padding_without: _builtins.float
-    row_length: _builtins.int
-    """Where packed sequences have several lengths: that of the rows of the global batch, and how many of its samples have shorter ones."""
-    num_shorter: _builtins.int
     transforms: _builtins.str
     """tells those that it was planned with from any others; empty: none"""
     @_builtins.property
@@ -1703,28 +1656,22 @@ class PlanStepResponse(_message.Message):
         spread: _builtins.float | None = ...,
         padding: _builtins.float | None = ...,
         padding_without: _builtins.float | None = ...,
-        row_length: _builtins.int | None = ...,
-        num_shorter: _builtins.int = ...,
         transforms: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_row_length", b"_row_length", "_spread", b"_spread", "padding", b"padding", "padding_without", b"padding_without", "row_length", b"row_length", "spread", b"spread"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_spread", b"_spread", "padding", b"padding", "padding_without", b"padding_without", "spread", b"spread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_row_length", b"_row_length", "_spread", b"_spread", "epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "num_shorter", b"num_shorter", "padding", b"padding", "padding_without", b"padding_without", "row_length", b"row_length", "sample_ids", b"sample_ids", "spread", b"spread", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_spread", b"_spread", "epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "padding", b"padding", "padding_without", b"padding_without", "sample_ids", b"sample_ids", "spread", b"spread", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__padding: _TypeAlias = _typing.Literal["padding"]  # noqa: Y015
     _WhichOneofArgType__padding: _TypeAlias = _typing.Literal["_padding", b"_padding"]  # noqa: Y015
     _WhichOneofReturnType__padding_without: _TypeAlias = _typing.Literal["padding_without"]  # noqa: Y015
     _WhichOneofArgType__padding_without: _TypeAlias = _typing.Literal["_padding_without", b"_padding_without"]  # noqa: Y015
-    _WhichOneofReturnType__row_length: _TypeAlias = _typing.Literal["row_length"]  # noqa: Y015
-    _WhichOneofArgType__row_length: _TypeAlias = _typing.Literal["_row_length", b"_row_length"]  # noqa: Y015
     _WhichOneofReturnType__spread: _TypeAlias = _typing.Literal["spread"]  # noqa: Y015
     _WhichOneofArgType__spread: _TypeAlias = _typing.Literal["_spread", b"_spread"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__padding) -> _WhichOneofReturnType__padding | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__padding_without) -> _WhichOneofReturnType__padding_without | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_length) -> _WhichOneofReturnType__row_length | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spread) -> _WhichOneofReturnType__spread | None: ...
 
@@ -1785,7 +1732,6 @@ class LocateStepResponse(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
-    ROW_LENGTH_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     batch: _builtins.int
@@ -1793,8 +1739,6 @@ class LocateStepResponse(_message.Message):
     """the job leaves this step out; `batch` is then the next one"""
     epoch: _builtins.int
     """of its first position"""
-    row_length: _builtins.int
-    """of the global batch, where packed sequences have several lengths; else 0"""
     transforms: _builtins.str
     """as in PlanStepResponse"""
     @_builtins.property
@@ -1827,12 +1771,11 @@ class LocateStepResponse(_message.Message):
         sources: _abc.Iterable[_builtins.str] | None = ...,
         order: Global___OrderSpec | None = ...,
         skip_steps: Global___SkippedSteps | None = ...,
-        row_length: _builtins.int = ...,
         transforms: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "order", b"order", "row_length", b"row_length", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "order", b"order", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1840,7 +1783,7 @@ Global___LocateStepResponse: _TypeAlias = LocateStepResponse  # noqa: Y015
 
 @_typing.final
 class LocatedRow(_message.Message):
-    """One row of a global batch: a sample, or a packed sequence of several. Where these have several lengths, a sample of them."""
+    """One row of a global batch: a sample, or a packed sequence of several."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1879,7 +1822,6 @@ class LocatedSample(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    BATCH_ROW_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.int
     """in its source, or in the dataset if it is not a mixture"""
     shard: _builtins.int
@@ -1895,8 +1837,6 @@ class LocatedSample(_message.Message):
     first_token: _builtins.int
     """where documents are packed: the part of it that the sequence has"""
     num_tokens: _builtins.int
-    batch_row: _builtins.int
-    """where sequences have several lengths: its row of the global batch"""
     def __init__(
         self,
         *,
@@ -1908,11 +1848,10 @@ class LocatedSample(_message.Message):
         source: _builtins.int = ...,
         first_token: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
-        batch_row: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "offset", b"offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "batch_row", b"batch_row", "first_token", b"first_token", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "offset", b"offset", "row", b"row", "sample_id", b"sample_id", "shard", b"shard", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "first_token", b"first_token", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "offset", b"offset", "row", b"row", "sample_id", b"sample_id", "shard", b"shard", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
     _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015

@@ -90,7 +90,7 @@ def test_describe(gyre: Gyre) -> None:
     found = gyre.json("describe", "numbers")
     assert (found["num_samples"], found["num_shards"], found["num_bytes"]) == (100, 1, 1600)
     field = {"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False}
-    more = {"token_ids": True, "categories": [], "text": False, "media_type": "", "row_lengths": []}
+    more = {"token_ids": True, "categories": [], "text": False, "media_type": ""}
     assert found["fields"] == [{**field, **more}]
     text = gyre.text("describe", "texts")
     assert "samples      20\n" in text

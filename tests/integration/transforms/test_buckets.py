@@ -136,7 +136,7 @@ def test_what_has_no_buckets_is_refused(served: Daemon) -> None:
         "names no field": {"bucket": {"window_batches": 8}},
         "has no key 'window'": {"bucket": {**BUCKET, "window": 8}},
         "window_batches = 262144": {"bucket": {**BUCKET, "window_batches": 1 << 18}},
-        "does not go with a `pack` of one length": {"pack": {"field": "tokens", "length": 999}},
+        "`bucket` does not go with `pack`": {"pack": {"field": "tokens", "length": 999}},
         "`bucket` does not go with a mixture": {"dataset": "mix"},
     }
     for message, keys in wrong.items():

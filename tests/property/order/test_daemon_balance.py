@@ -65,7 +65,7 @@ def test_packed_web_text_is_balanced_within_two_percent() -> None:
     )
     costs = np.add.reduceat(RULE.cost(packed.lengths.astype(np.int64)), packed.bounds[:-1])
     balance = Balance(costs.take)
-    planner = BatchPlanner(Order("full", "drop", 1, 64), packed.num_sequences)
+    planner = BatchPlanner(Order("full", "drop", 1, 64), packed.num_samples)
     for step in range(40):
         ids = planner.batch(step).sample_ids
         parts = costs[ids].reshape(8, -1).sum(axis=1)
@@ -86,10 +86,10 @@ def test_packed_web_text_is_full_and_even(
     length: int, linear: float, size: int, world_size: int
 ) -> None:
     packed, rule = web_text(length), CostRule(linear, 1)
-    assert packed.num_tokens >= 0.98 * packed.num_sequences * length
+    assert packed.num_tokens >= 0.98 * packed.num_samples * length
     costs = np.add.reduceat(rule.cost(packed.lengths.astype(np.int64)), packed.bounds[:-1])
     balance, plain, spreads = Balance(costs.take), [], []
-    planner = BatchPlanner(Order("full", "drop", 1, size), packed.num_sequences)
+    planner = BatchPlanner(Order("full", "drop", 1, size), packed.num_samples)
     for step in range(50):
         ids = planner.batch(step).sample_ids
         parts = costs[ids].reshape(world_size, -1).sum(axis=1)

@@ -83,7 +83,7 @@ def test_any_ranks_read_the_batches_of_one(
     owner = np.searchsorted(np.cumsum(sizes), sequences.documents, side="right")
     assert (
         owner
-        == np.repeat(mixed.source_of(np.arange(sequences.num_sequences)), np.diff(sequences.bounds))
+        == np.repeat(mixed.source_of(np.arange(sequences.num_samples)), np.diff(sequences.bounds))
     ).all()
 
     cost = CostRule(1.0, 0.5).cost(sequences.lengths.astype(np.int64))

@@ -38,7 +38,7 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
 def test_groups_are_packed_as_one_document_after_the_other_would_be(
     lengths: list[int], capacity: int
 ) -> None:
-    numbers, counts, _ = best_fit(np.array(lengths, np.int64), (capacity,))
+    numbers, counts = best_fit(np.array(lengths, np.int64), capacity)
     assert sorted(numbers.tolist()) == list(range(len(lengths)))
     bounds = np.concatenate(([0], np.cumsum(counts)))
     rows = [
@@ -114,7 +114,7 @@ def test_no_run_of_places_has_more_parts_than_its_bound(
 ) -> None:
     sequences = packed(np.array(lengths), PackRule(20, window=1024))
     shuffles = np.random.default_rng(seed)
-    order = np.concatenate([shuffles.permutation(sequences.num_sequences) for _ in range(130)])
+    order = np.concatenate([shuffles.permutation(sequences.num_samples) for _ in range(130)])
     numbers, bounds = sequences.parts_of(order[first : first + num_sequences])
     assert len(numbers) == bounds[-1] <= sequences.most_parts(num_sequences)
 
@@ -158,4 +158,4 @@ def test_a_long_document_is_never_cut_in_silence() -> None:
 def test_documents_of_web_text_fill_their_sequences() -> None:
     lengths = np.random.default_rng(0).lognormal(6.2, 1.1, 20_000).astype(np.int64) + 1
     sequences = packed(lengths, PackRule(2048, "split"))
-    assert sequences.num_tokens / (sequences.num_sequences * 2048) > 0.99
+    assert sequences.num_tokens / (sequences.num_samples * 2048) > 0.99

@@ -148,7 +148,6 @@ def test_windows_of_tokens_need_no_packing() -> None:
         ({}, 8, "zigzag", r"24 tokens do not divide into 16 chunks \(8 ranks, cp_cut='zigzag'\)"),
         ({}, 2, "ring", "cp_cut"),
         ({"ragged": True, "shape": []}, 2, "contiguous", "no sequences of one length"),
-        ({"row_lengths": [12, 24]}, 2, "contiguous", r"several lengths \(got \[12, 24\]\)"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(

@@ -24,7 +24,7 @@ from tests.conftest import to_toml
 
 PACK = {
     "field": "tokens",
-    "length": [8, 16],
+    "length": 16,
     "overlong": "split",
     "padding_id": 3,
     "window": 2048,

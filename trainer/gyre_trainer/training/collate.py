@@ -6,8 +6,7 @@ A batch becomes inputs and targets:
     tokens   a window of sequence_length + 1 tokens: inputs are all but the last, targets all but
              the first
     packed   the same, of several documents: the targets are those of `loss_mask`, so none is the
-             first token of a document or padding. Where sequences have several lengths, a window is
-             that of the longest: a batch has as many rows of a shorter length as have its tokens
+             first token of a document or padding
     text     a document of any length, as bytes; the vocabulary is 256 bytes and END_OF_TEXT; one
              row per document, as above
 
@@ -16,8 +15,7 @@ a function of the step and the sample id, so it differs between epochs and is th
 rerun. A shorter document ends with END_OF_TEXT, followed by padding without a loss. An epoch shows
 only a part of each long document, so cut a corpus of long documents into smaller samples.
 
-Dims: B samples of this rank, T = sequence_length, or the tokens of a row. Of shorter sequences
-there are more rows, whose T is less.
+Dims: B samples of this rank, T = sequence_length, or the tokens of a row.
 """
 
 from collections.abc import Mapping
@@ -125,9 +123,7 @@ class Collator:
             )
         offsets = batch.get(f"{self._data.field}.offsets")
         examples = (
-            self._windows(
-                values, len(batch["sample_id"]), batch.get("loss_mask"), batch.get("position")
-            )
+            self._windows(values, batch.get("loss_mask"), batch.get("position"))
             if offsets is None
             else self._documents(values, offsets, batch["sample_id"], step)
         )
@@ -137,12 +133,11 @@ class Collator:
         return examples
 
     def _windows(
-        self, tokens: Tensor, num_samples: int, is_target: Tensor | None, positions: Tensor | None
+        self, tokens: Tensor, is_target: Tensor | None, positions: Tensor | None
     ) -> Examples:
         length = self._data.sequence_length + 1
-        # the rows of shorter sequences have as many tokens as windows of the longest
-        if tokens.ndim != 2 or tokens.numel() != num_samples * length or length % tokens.shape[1]:
-            shape = " by ".join(map(str, _sample_shape(tokens, num_samples))) or "a scalar"
+        if tokens.shape[1:] != (length,):
+            shape = " by ".join(map(str, tokens.shape[1:])) or "a scalar"
             raise DataRejected(
                 f"`data.sequence_length` {self._data.sequence_length} needs samples of {length} "
                 f"tokens, but a sample of {self._data.dataset!r} is {shape}"
@@ -220,13 +215,6 @@ def window(tokens: npt.NDArray[np.int64], length: int, key: list[int]) -> npt.ND
         return tokens
     start = int(np.random.default_rng(key).integers(len(tokens) - length + 1))
     return tokens[start : start + length]
-
-
-def _sample_shape(values: Tensor, num_samples: int) -> tuple[int, ...]:
-    """The shape of a sample, where one may be several rows of a batch."""
-    num_rows, *rest = values.shape
-    per_sample = num_rows // num_samples
-    return (per_sample * rest[0], *rest[1:]) if per_sample > 1 and rest else tuple(rest)
 
 
 def collator_of(config: TrainConfig) -> Collator:

@@ -86,8 +86,7 @@ class DataConfig:
         options: the other keys that such a dataset has in the daemon's configuration.
         field: the tensor of a sample that holds its tokens, or its text as bytes.
         batch_size: samples in a global batch, over all ranks, for one optimizer step.
-        sequence_length: targets per sample; a sample is one token longer. Of packed sequences of
-            several lengths, those of the longest.
+        sequence_length: targets per sample; a sample is one token longer.
         seed: the seed of the global shuffle.
         tail: the fate of the last samples of an epoch that do not fill a global batch.
         prefetch_batches: the window of each rank, as in `gyre_client.Loader`; 0 for the default.

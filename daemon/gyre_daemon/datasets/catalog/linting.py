@@ -43,7 +43,7 @@ _MAX_NAMED = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong with a shard or a sample.
+    """A fault of a shard or a sample.
 
     Attributes:
         kind: `corrupt`, or `odd`: it can be served, and is probably a mistake.
@@ -71,8 +71,8 @@ class LintProgress:
         num_shards: of the dataset.
         num_samples: that were checked so far.
         num_bytes: of the samples that were checked so far.
-        findings: that are new.
-        num_left_out: findings that are new and not named.
+        findings: the new ones.
+        num_left_out: new findings without a name.
         media: how many images and sounds were decoded so far, under an empty text, and how many
             not, by the reason.
     """

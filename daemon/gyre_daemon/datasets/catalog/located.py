@@ -18,7 +18,7 @@ class Source:
     """A dataset with shards of its own, as part of a mixture.
 
     Attributes:
-        name: in the mixture; empty for a dataset that is no mixture.
+        name: in the mixture; empty for any other dataset.
         dataset: the dataset, without transforms.
         first_id: the mixture's id of its first sample.
     """
@@ -38,7 +38,7 @@ class Located:
         rows: int64 [n], how many samples stand before each in its shard, also those that a filter
             leaves out.
         offsets: int64 [n], the first byte in the shard; None where chunks of it are decoded.
-        num_bytes: int64 [n], of all fields that are stored.
+        num_bytes: int64 [n], of all stored fields.
     """
 
     sample_ids: Int64Array

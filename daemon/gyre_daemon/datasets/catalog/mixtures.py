@@ -1,4 +1,4 @@
-"""The mixtures of a daemon: datasets that are made of other open ones."""
+"""The mixtures of a daemon: datasets made of other open ones."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Samples that are damaged: found in a shard's bytes, kept, counted and reported."""
+"""Damaged samples: found in a shard's bytes, kept, counted and reported."""
 
 import json
 from collections import Counter

@@ -111,7 +111,7 @@ class SampleChecker:
             location: of the dataset, redacted.
             storage: its shards, uncompressed.
             index: its samples.
-            known: int64 [C], ids that are damaged already, in rising order; they are not checked.
+            known: int64 [C], ids of damaged samples, in rising order; they are not checked.
             fields: of the dataset, renamed and cast.
             refresh: check the shards even if there are findings of before.
             check_media: decodes images and sounds; None where their bytes are not looked at.

@@ -31,7 +31,7 @@ _MAX_BYTES_AT_ONCE = 128 << 20
 
 
 class DecodingRoom:
-    """The resources of a daemon for decoding: processes, threads, and memory that is used again."""
+    """The resources of a daemon for decoding: processes, threads, and memory to use again."""
 
     def __init__(self, decoders: Decoders, workers: FairExecutor) -> None:
         self.decoders = decoders
@@ -45,7 +45,7 @@ class DecodingRoom:
 
 
 class _Decoding:
-    """A chunk that is being decoded, for all who read from it at the same time.
+    """A chunk in decoding, for all who read from it at the same time.
 
     Attributes:
         ready: the memory of the decoded chunk.
@@ -94,7 +94,7 @@ class DecodedStorage:
 
     @cached_property
     def chunks(self) -> BlockMap:
-        """Where the chunks lie in the decoded shards."""
+        """The places of the chunks in the decoded shards."""
         its = self._chunks
         return BlockMap.of(its.shard, its.base, its.base + its.chunk_bytes)
 

@@ -41,7 +41,7 @@ class Decoders:
     async def decode(
         self, request: DecodeRequest, shard: str, exchange: Exchange, claims: Claims
     ) -> None:
-        """Have a chunk decoded, whose pieces lie in the exchange.
+        """Have a chunk decoded, whose pieces are in the exchange.
 
         A process that dies is replaced once: it may have been killed for another's memory.
 

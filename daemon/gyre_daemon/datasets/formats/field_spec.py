@@ -51,8 +51,6 @@ class FieldSpec:
         cast_from: with the codec `cast`, the codec and the dtype of the stored values.
         default: with the codec `default`, the bytes of every sample; nothing is stored.
         forms: how each schema of the shards stores the field; empty if all store it as this says.
-        row_lengths: that the rows of a batch may have, where a sample may be several rows; see
-            [Note: Rows of a batch] in `fetching.packed`. Empty where each sample is one row.
         length: the elements that each sample of a ragged field has, where all have as many; batches
             then have the field as an array of one shape. 0 where samples differ, or may differ.
         image: of boxes and masks that transforms made: the field with the image that they belong
@@ -71,7 +69,6 @@ class FieldSpec:
     cast_from: "tuple[CodecName, np.dtype[np.generic]] | None" = None
     default: bytes = b""
     forms: "tuple[FieldSpec, ...]" = ()
-    row_lengths: tuple[int, ...] = ()
     length: int = field(default=0, compare=False)
     image: str = field(default="", compare=False)
 

@@ -26,7 +26,7 @@ def behind_cache(
 ) -> Storage:
     """The storage, behind the node's cache, which local files pass by while their mount is fast.
 
-    Where samples lie in chunks, that of decoded shards, whose blocks are the chunks.
+    For samples in chunks, that of decoded shards, whose blocks are the chunks.
     """
     cache = node_cache if opening.config.cache else None
     if chunks := chunks_of(index):

@@ -94,7 +94,7 @@ async def save_version(
 ) -> None:
     """Store the state with a fingerprint, for `what_changed` of this daemon and of later ones.
 
-    Where it cannot be stored, that is logged.
+    A failure to store it is logged.
     """
     if len(shards) > _MAX_REMEMBERED:
         return

@@ -26,7 +26,7 @@ class ChecksumStore:
         """Read nothing yet.
 
         Args:
-            sidecars: any kind; checksums are stored in the same folders, never beside a shard.
+            sidecars: any kind; checksums are stored in the same folders, never next to a shard.
         """
         self._sidecars = sidecars.sibling(CHECKSUMS_SUFFIX)
 

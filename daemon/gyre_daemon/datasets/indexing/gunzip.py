@@ -41,8 +41,7 @@ class _Counts:
         self._num_unpacked += num_unpacked
         if self._num_unpacked > max(_ALWAYS_ALLOWED_BYTES, _MAX_FACTOR * self._num_read):
             raise ValueError(
-                f"it unpacks to more than {_MAX_FACTOR} times its size: that is no archive of "
-                "samples"
+                f"it unpacks to more than {_MAX_FACTOR} times its size: it is no archive of samples"
             )
 
 

@@ -83,7 +83,7 @@ from gyre_daemon.workers.compute_workers import ComputeServer
 
 
 class Indexer:
-    """Indexes datasets in threads and processes of its own."""
+    """Indexes datasets in separate threads and processes."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Indexer:
         self._corrupt = CorruptFinder(self.checker, ChunkFailures(sidecars), self.decoding, reports)
 
     def close(self) -> None:
-        """Stop the work that is under way."""
+        """Stop the work under way."""
         self.decoding.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:

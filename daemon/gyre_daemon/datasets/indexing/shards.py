@@ -76,7 +76,7 @@ class OpeningDataset:
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
         listed: the list that names the shards; None if there is none.
-        beside: files beside the shards that tell what their scans will read; None if the format
+        beside: files next to the shards that tell what their scans will read; None if the format
             knows none.
         stopped: set when the last caller has left; threads that work for it end then.
         columns: of the folders of shards.

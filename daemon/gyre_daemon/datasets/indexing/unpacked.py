@@ -49,8 +49,8 @@ def check_distinct(shards: Sequence[Shard], where: str) -> None:
     for shard in shards:
         if is_compressed(shard.name) and unpacked_name(shard.name) in plain:
             raise InvalidRequest(
-                f"{where} has both {shard.name} and {unpacked_name(shard.name)}; name those that "
-                "are meant, by a pattern"
+                f"{where} has both {shard.name} and {unpacked_name(shard.name)}; name the ones "
+                "you mean, by a pattern"
             )
 
 

@@ -43,7 +43,7 @@ class ManifestReader:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def read(self, listed: ManifestFormat, storage: Storage) -> Manifest:
-        """The manifest that is the only shard of a storage.
+        """The manifest, the only shard of a storage.
 
         Raises:
             CorruptSample: it is damaged, or takes too much memory.

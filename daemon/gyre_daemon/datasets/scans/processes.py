@@ -40,7 +40,7 @@ SCAN = Task(
 # The most that a reply may have: the index of some hundred million members.
 MAX_REPLY_BYTES = 8 << 30
 _PIECE_BYTES = 1 << 20
-# The most that is read at once for a scan. Several scans run beside each other.
+# The most that is read at once for a scan. Several scans run at once.
 _MAX_RANGE_BYTES = 8 << 20
 _ERRORS: Mapping[str, type[GyreError]] = {
     kind.__name__: kind
@@ -108,7 +108,7 @@ class ScanProcess:
         """Scan a stream, which is closed at the end.
 
         Raises:
-            GyreError: as `scan_file`; what reading the stream raises is raised.
+            GyreError: as `scan_file`; and errors of reading the stream.
         """
         return await self._scan_socket(run, name, "stream", lambda ours: _send_all(ours, chunks))
 
@@ -125,7 +125,7 @@ class ScanProcess:
             in_windows: the scan goes forward, and what it reads is asked for in windows.
 
         Raises:
-            GyreError: as `scan_file`; what `read` raises is raised.
+            GyreError: as `scan_file`; and those of `read`.
         """
         kind = str(num_bytes) if in_windows else num_bytes
         return await self._scan_socket(
@@ -139,7 +139,7 @@ class ScanProcess:
         kind: Kind,
         send: Callable[[socket.socket], Coroutine[None, None, None]],
     ) -> Arrays:
-        """Scan what is sent through a socket."""
+        """Scan bytes from a socket."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with ours, theirs:

@@ -1,6 +1,6 @@
 """Reads ahead all ranges that the scan of a shard in object storage will ask for.
 
-A scan asks for one range after the other, and waits for each. A file beside the shard may tell
+A scan asks for one range after the other, and waits for each. A file next to the shard may tell
 which ranges these are; see `ReadAhead`. What it tells is only a hint: the scan is the same, and
 asks for the rest.
 """
@@ -21,7 +21,7 @@ from gyre_daemon.storage.opening.shard_files import read_ranges
 
 
 class Beside:
-    """The files beside the shards of one dataset; they are looked for once, when one is needed."""
+    """The files next to the shards of one dataset; they are looked for once, when one is needed."""
 
     def __init__(
         self, opener: StorageOpener, source: Storage, ahead: ReadAhead, settings: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Beside:
                 known.add(starts, response)
         except ValueError as error:
             facts = {"file": files.shards[shard].name, "reason": str(error)}
-            log_event("stale index beside a shard is not used", facts, logging.WARNING)
+            log_event("stale index next to a shard is not used", facts, logging.WARNING)
             return None
         return known if response else None
 

@@ -33,7 +33,7 @@ class Scanner:
             source: has the shard.
             shard: its number.
             unpacked: the shard's file, if it was unpacked.
-            beside: the files beside the shards, if the format reads ahead by them.
+            beside: the files next to the shards, if the format reads ahead by them.
 
         Raises:
             CorruptSample: it is damaged, or a local one was changed meanwhile.

@@ -7,7 +7,7 @@ it can be killed at any time.
     request  a pickle of (function, name of the shard, kind), with the file's descriptor
     reply    an encoded file of `sidecars.file`: the key is "", or JSON of an error
 
-The file is one that is open, or a socket: of a stream, or of a shard that is read by ranges.
+The file is one that is open, or a socket: of a stream, or of a shard read by ranges.
 Through the latter the process sends `RANGE`, first byte and length, and gets that many bytes.
 
 Requests come from the daemon, so they may be pickles. Replies may come from a process that read
@@ -91,7 +91,7 @@ def _open(descriptor: int, kind: Kind) -> BinaryIO:
 
 
 class _Stream(io.RawIOBase):
-    """A stream as a file that is read once."""
+    """A stream as a file to read once."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)

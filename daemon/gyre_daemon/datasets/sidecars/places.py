@@ -1,6 +1,6 @@
 """Where a sidecar lies, and who may have written it.
 
-A sidecar in a folder of the daemon's must be its user's or root's. One beside a shard may also
+A sidecar in a folder of the daemon's must be its user's or root's. One next to a shard may also
 belong to the shard's owner, who decides what the shard says anyway.
 """
 
@@ -60,7 +60,7 @@ class InFolder:
 
 @dataclass(frozen=True, slots=True)
 class BesideShard:
-    """A sidecar beside a local shard; it has the shard's permissions to read."""
+    """A sidecar next to a local shard; it has the shard's permissions to read."""
 
     file: LocalFile
     shard: LocalFile

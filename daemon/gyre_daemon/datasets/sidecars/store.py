@@ -1,6 +1,6 @@
 """Stores findings about shards in sidecar files, so that none is made twice.
 
-A sidecar lies beside its local shard. It lies in the index folder instead if one is configured, if
+A sidecar is next to its local shard. It is in the index folder instead if one is configured, if
 the shard is remote, or if the shard's own folder cannot be written. It is valid for one size and
 version of the shard. One that is stale reads as absent. One that is damaged, or that has arrays
 which no inspection could have found, does too, with a warning: whoever can write beside a shard can
@@ -89,8 +89,8 @@ class SidecarStore:
         """Name the folders; nothing is read or made yet.
 
         Args:
-            index_dir: the folder of all sidecars; empty to store them beside their shards.
-            fallback_dir: for sidecars that cannot be written beside a shard.
+            index_dir: the folder of all sidecars; empty to store them next to their shards.
+            fallback_dir: for sidecars that cannot be written next to a shard.
             suffix: of the files; each kind of sidecar has its own.
         """
         self._index_dir = Path(index_dir) if index_dir else None

@@ -121,7 +121,7 @@ def _asked(config: DatasetConfig, dataset: Dataset) -> Asked:
     asked = asked_of(config.filter, dataset.fields)
     if asked and config.append:
         raise ConfigError(
-            f"the filter {config.filter!r:.200} compares what only the samples have, and a "
+            f"the filter {config.filter!r:.200} compares values that only the samples have, and a "
             "dataset with `append` is filtered by its index alone. Leave one of them out."
         )
     return asked

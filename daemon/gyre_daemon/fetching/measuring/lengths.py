@@ -282,7 +282,7 @@ def with_measured(
             check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
         failed = np.array([each.sample_id for each in found.failures], np.int64)
         failed = np.union1d(before, failed)
-        # which samples are replaced is part of what is done to samples: the data are the same
+        # the replaced samples are part of the transforms: the data are the same
         digest = hashlib.blake2b(dataset.transforms.encode(), digest_size=8)
         digest.update(failed.astype("<i8").tobytes())
         corrupt = np.union1d(dataset.corrupt, failed)

@@ -1,4 +1,4 @@
-"""Makes a manifest of files that describe the files beside them, as the labels of YOLO do."""
+"""Makes a manifest of files that describe the files next to them, as the labels of YOLO do."""
 
 from collections.abc import Awaitable, Callable, Sequence
 

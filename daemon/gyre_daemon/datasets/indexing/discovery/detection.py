@@ -1,6 +1,6 @@
 """Which format the files of a location have, by their names or their first bytes. Pure.
 
-Names decide where they can, since they are what people choose on purpose; what the bytes say is
+Names decide where they can, since people choose them on purpose; the bytes are
 checked when the format inspects the shards.
 """
 

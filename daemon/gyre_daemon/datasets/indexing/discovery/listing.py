@@ -34,7 +34,7 @@ class Manifests(Protocol):
     """The reader of manifests; see `ManifestReader`."""
 
     async def read(self, listed: ManifestFormat, storage: Storage) -> Manifest:
-        """The manifest that is the only shard of a storage."""
+        """The manifest, the only shard of a storage."""
 
     async def parse(
         self, listed: DescribedFormat, described: Described, texts: Sequence[bytes]
@@ -83,7 +83,7 @@ async def list_files(
         manifests: reads them.
 
     Raises:
-        CorruptSample: it is a manifest that is damaged.
+        CorruptSample: the manifest is damaged.
         InvalidRequest: the folder holds several datasets, or the manifest is too long; otherwise
             see `StorageOpener.open_files`.
     """

@@ -84,7 +84,7 @@ class ShardList:
 async def find_shard_list(
     opener: StorageOpener, location: Location, config: DatasetConfig
 ) -> ShardList | None:
-    """The shards of a location that is a list, or a folder that a library describes; else None.
+    """The shards that a list names, or a library describes in a folder; else None.
 
     Raises:
         InvalidRequest: Gyre does not read what the library wrote, or the list names what is not in
