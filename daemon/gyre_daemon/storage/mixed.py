@@ -24,7 +24,6 @@ class MixedStorage:
         shards: of all sources.
     """
 
-    checksums = None
     block_cache = None
 
     def __init__(
