@@ -37,7 +37,7 @@ STOP_TIMEOUT_S = 10.0
 # is checked when a session opens, as a line comes with a session, an outage or a fault.
 MAX_QUOTED_BYTES = 2000
 MAX_LOG_BYTES = 4 << 20
-_NEEDED = ("gyre_daemon", "aiofiles", "fsspec", "numpy", "prometheus_client", "uvloop")
+_NEEDED = ("gyre_daemon", "fsspec", "numpy", "prometheus_client", "uvloop")
 
 _log = logging.getLogger("gyre_client")
 

@@ -83,11 +83,12 @@ class Latency:
             took_s -= time.perf_counter() - began_s
         with self._lock:
             self._recent_s.append(took_s)
-            median_s = self._median_s()
             bound_s = FAST_S if self._is_slow else SLOW_S
-            if median_s is not None and (median_s > bound_s) != self._is_slow:
-                self._is_slow = not self._is_slow
-                self._recent_s.clear()
+            if (took_s > bound_s) != self._is_slow:  # or it cannot change what the mount is
+                median_s = self._median_s()
+                if median_s is not None and (median_s > bound_s) != self._is_slow:
+                    self._is_slow = not self._is_slow
+                    self._recent_s.clear()
         return took_s > SLOW_S
 
     @contextlib.contextmanager

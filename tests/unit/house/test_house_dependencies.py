@@ -107,7 +107,7 @@ def test_a_daemon_brings_no_torch(extra: str) -> None:
 def test_a_client_brings_nothing_of_daemon_or_trainer() -> None:
     names = closure(declared("client"))
     assert {"grpcio", "torch"} <= names
-    assert not {"uvloop", "obstore", "aiofiles", "tensorboard", "matplotlib", "pytest"} & names
+    assert not {"uvloop", "obstore", "tensorboard", "matplotlib", "pytest"} & names
 
 
 def pinned() -> set[str]:

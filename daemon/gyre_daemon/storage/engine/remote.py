@@ -22,6 +22,10 @@ from gyre_daemon.storage.source import Source
 
 _STREAM_CHUNK_BYTES = 8 << 20
 
+# `ctypes.memmove` gives up the interpreter's lock, and waits for it among all threads that read.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
 _Key = tuple[int, int, int]  # shard, start, stop
 # Where the pieces of a range go: each one's begin within the range, its size and its address.
 _Pieces = tuple[tuple[int, int, int], ...]
@@ -229,7 +233,7 @@ class _PendingRead:
             self.done.set_exception(error)
             return
         for begin, size, address in pieces:
-            ctypes.memmove(address, _source(data, begin, size), size)
+            _memmove(address, _source(data, begin, size), size)
         self._num_missing -= 1
         if not self._num_missing:
             self.done.set_result(None)

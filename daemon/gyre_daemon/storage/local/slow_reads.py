@@ -10,16 +10,10 @@ Each thread reads into memory of its own, not into the slot: one that never retu
 slot for ever.
 """
 
-import asyncio
-import contextlib
 import errno
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any
-
-import aiofiles.os
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.threads import DaemonThreads
@@ -29,8 +23,7 @@ from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.mounts import Mount
 from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.source import OnResponse, SentRequest
-from gyre_daemon.storage.sources.driver_source import AwaitedRequest
+from gyre_daemon.storage.source import LoopThreads, OnResponse, SentRequest
 
 # Reads the bytes [start, stop) of a shard by its number. Raises `GyreError`, and an `OSError` of
 # which the next attempt may be free.
@@ -81,66 +74,20 @@ class MountSource:
     """Reads files in threads; see `Source`. A path is the number of a shard."""
 
     def __init__(self, read: ReadRange, threads: DaemonThreads) -> None:
-        self._read = aiofiles.os.wrap(partial(_response, read))
-        self._threads = _LoopThreads(threads)
+        self._read = read
+        self._threads = LoopThreads(threads)  # which the mount bounds
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
-        # If it is cancelled, its thread goes on alone, and its turn is free: the mount bounds how
-        # many threads there are.
-        reading = self._read(int(path), start, stop, executor=self._threads)
-        return AwaitedRequest(reading, on_response)
+        return self._threads.send(
+            partial(_response, self._read, int(path), start, stop), on_response
+        )
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`: files need no credentials."""
 
     def close(self) -> None:
         """See `Source.close`: nothing is open."""
-
-
-class _LoopThreads(Executor):
-    """Threads whose results arrive on the event loop, all that there are at a time.
-
-    A future of `concurrent.futures` and a wake-up of the loop for each read would cost a third more
-    processor time.
-    """
-
-    def __init__(self, threads: DaemonThreads) -> None:
-        self._threads = threads
-        self._loop = asyncio.get_running_loop()
-        self._arrived: deque[tuple[asyncio.Future[Any], Any, Exception | None]] = deque()
-        self._is_told = False
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Have a thread call `work`; returns a future of the event loop."""
-        result: asyncio.Future[Any] = self._loop.create_future()
-
-        def run() -> Callable[[], None]:
-            try:
-                self._arrived.append((result, work(*args, **kwargs), None))
-            except Exception as error:
-                self._arrived.append((result, None, error))
-            return self._tell
-
-        self._threads.start(run)
-        return result
-
-    def _tell(self) -> None:
-        if not self._is_told:
-            self._is_told = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._take)
-
-    def _take(self) -> None:
-        self._is_told = False  # before the last look: what arrives from now on tells again
-        while self._arrived:
-            result, value, error = self._arrived.popleft()
-            if result.cancelled():
-                continue
-            if error:
-                result.set_exception(error)
-            else:
-                result.set_result(value)
 
 
 class _Numbers(Sequence[str]):

@@ -18,7 +18,6 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ from fsspec.spec import AbstractFileSystem
 
 from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.storage.response import Response, response_from_error
-from gyre_daemon.storage.source import OnResponse, SentRequest
+from gyre_daemon.storage.source import LoopThreads, OnResponse, SentRequest
 
 Result = TypeVar("Result")
 
@@ -294,6 +293,7 @@ class ThreadSource:
         self._names = names
         self._pool = pool
         self._threads = threads
+        self._reading = LoopThreads(threads.reading, counts_cancelled=True)
         self._loop = asyncio.get_running_loop()
         self._sweeping: asyncio.TimerHandle | None = None
 
@@ -304,8 +304,14 @@ class ThreadSource:
         def read(driver: AbstractFileSystem) -> bytes:
             return bytes(driver.cat_file(own, start=start, end=stop))
 
+        def respond() -> Response:
+            try:
+                return Response(206, self._pool.call(read))
+            except Exception as error:
+                return _response(error)
+
         self.sweep_later()
-        return _ThreadRequest(self._threads.reading.submit(self._pool.call, read), on_response)
+        return self._reading.send(respond, on_response)
 
     def sweep_later(self) -> None:
         """Close drivers that are idle for long, from now on and until none is left."""
@@ -326,49 +332,6 @@ class ThreadSource:
         if self._sweeping:
             self._sweeping.cancel()
         self._pool.close()
-
-
-class _ThreadRequest:
-    """A read in a thread; see `SentRequest`."""
-
-    first_byte_at = None
-
-    def __init__(self, reading: "Future[bytes]", on_response: OnResponse) -> None:
-        self._reading: Future[bytes] | None = reading  # None once the thread has returned
-        self._on_response: OnResponse | None = on_response
-        self._free: Callable[[], None] | None = None
-        self._loop = asyncio.get_running_loop()
-        reading.add_done_callback(self._returned)
-
-    def cancel(self) -> None:
-        """See `SentRequest.cancel`: a read that has begun goes on in its thread."""
-        self._on_response = None
-        if self._reading:
-            self._reading.cancel()
-
-    def when_free(self, free: Callable[[], None]) -> None:
-        """See `SentRequest.when_free`."""
-        if self._reading:
-            self._free = free
-        else:
-            free()
-
-    def _returned(self, _: "Future[bytes]") -> None:
-        """In the thread that read."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        reading, self._reading = self._reading, None  # it refers to this: a cycle would stay
-        assert reading
-        if self._free:
-            self._free()
-        if self._on_response is None or reading.cancelled():
-            return
-        if error := reading.exception():
-            self._on_response(_response(error))
-        else:
-            self._on_response(Response(206, reading.result()))
 
 
 def _close(driver: AbstractFileSystem) -> None:
