@@ -6,11 +6,12 @@ in the process, so that one hung mount would stop the daemon. Nothing here is ev
 """
 
 import asyncio
+import contextlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -23,20 +24,21 @@ _Work = Callable[[], Callable[[], None]]
 
 # Threads without work end after this long. They take some ten microseconds to start again.
 _IDLE_S = 30.0
+_WHOLE_PROCESS = 2  # as the kernel builds the number of a process's clock
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One thread of an executor.
+    """One thread of an executor, or a process that is counted among them.
 
     Attributes:
-        ident: of the thread.
+        clock: its processor time, for `time.clock_gettime`.
         is_busy: whether it has work.
         cpu_ns: the processor time that it had taken when it was last looked at.
         still_since: the time of the first look that found this processor time.
     """
 
-    ident: int = 0
+    clock: int = 0
     is_busy: bool = False
     cpu_ns: int = -1
     still_since: float = 0.0
@@ -61,6 +63,7 @@ class DaemonThreads(Executor):
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
+        self._processes: set[_Worker] = set()
         self._num_pending = 0  # waiting or running
         self._is_shut_down = False
 
@@ -124,6 +127,16 @@ class DaemonThreads(Executor):
         """The threads that there are now."""
         return len(self._workers)
 
+    @contextlib.contextmanager
+    def counting(self, pid: int) -> Iterator[None]:
+        """Count a process among the threads that `still_since` looks at, inside the context."""
+        process = _Worker(~pid << 3 | _WHOLE_PROCESS, is_busy=True)
+        self._processes.add(process)
+        try:
+            yield
+        finally:
+            self._processes.discard(process)
+
     def still_since(self) -> float | None:
         """Since when a thread waits inside one call, in seconds of the monotonic clock.
 
@@ -136,9 +149,9 @@ class DaemonThreads(Executor):
         """
         now = time.monotonic()
         with self._lock:
-            busy = [worker for worker in self._workers if worker.is_busy]
+            busy = [worker for worker in self._workers | self._processes if worker.is_busy]
             for worker in busy:
-                cpu_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(worker.ident))
+                cpu_ns = _processor_ns(worker.clock)
                 if cpu_ns != worker.cpu_ns:
                     worker.cpu_ns, worker.still_since = cpu_ns, now
         return min((worker.still_since for worker in busy), default=None)
@@ -156,7 +169,7 @@ class DaemonThreads(Executor):
                 self._tasks.put(None)
 
     def _serve(self, worker: _Worker) -> None:
-        worker.ident = threading.get_ident()
+        worker.clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             while task := self._next(worker):
                 worker.is_busy = True
@@ -180,6 +193,13 @@ class DaemonThreads(Executor):
                     if self._num_pending < len(self._workers):
                         self._workers.discard(worker)
                         return None
+
+
+def _processor_ns(clock: int) -> int:
+    try:
+        return time.clock_gettime_ns(clock)
+    except OSError:  # the process has ended
+        return -1
 
 
 # For pure computation. With one for each core, small work would wait behind large.

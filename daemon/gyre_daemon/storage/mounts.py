@@ -16,11 +16,11 @@ import math
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.runtime.events import log_event
@@ -106,6 +106,15 @@ class Mount:
         """
         return await self._result(self.threads.submit(work, *args, **kwargs))
 
+    async def run_in(self, pid: int, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait as `run` does, for work of a process that reads files of the mount.
+
+        Raises:
+            StorageUnavailable: the mount has hung for minutes.
+        """
+        with self.threads.counting(pid):
+            return await self._result(asyncio.create_task(work))
+
     @contextlib.asynccontextmanager
     async def opened(self, work: Callable[[], int]) -> AsyncIterator[int]:
         """Keep a descriptor open inside the block, which `work` opens in a thread of the mount."""
@@ -150,7 +159,7 @@ class Mount:
             raise TimeoutError(errno.ETIMEDOUT, text)
         return running.result()
 
-    async def _result(self, submitted: "Future[Result]") -> Result:
+    async def _result(self, submitted: "Future[Result] | asyncio.Task[Result]") -> Result:
         """The result of a call; see `run`."""
         running, began_s = asyncio.wrap_future(submitted), time.monotonic()
         if not await self._ends(running, _GIVEN_UP_AFTER_S, began_s):

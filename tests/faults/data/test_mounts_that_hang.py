@@ -152,6 +152,32 @@ def test_a_job_whose_reads_hang_holds_up_no_other(
             there.go_on()
 
 
+def test_a_scan_that_hangs_on_a_mount_taken_for_fast_holds_up_no_other(
+    gyred: StartDaemon, there: FuseFolder
+) -> None:
+    """A process scans the shards of such a mount itself."""
+    kinds = tables(there)
+    daemon = gyred({"datasets": kinds | {"warm": kinds["there tokens"] | {"cache": False}}})
+
+    def is_fast() -> bool:
+        read(daemon, "warm", NUM_SEQUENCES // 8)  # out of the page cache, from the second time on
+        return not any(mount.slow for mount in status(daemon).mounts if mount.path == where)
+
+    where = str(there.path)
+    until(is_fast)
+    there.behave(delay_s=3600)
+    try:
+        index = ["index", "there tars", "--address", daemon.address]
+        with in_background(lambda: main(index)) as done:
+            until(lambda: hanging(daemon) == [where])
+            for other in ("tokens", "tars", "files"):
+                assert len(set(read(daemon, f"here {other}"))) == 16
+            assert not done.is_set()
+            assert daemon.stop() == 0
+    finally:
+        there.behave(delay_s=0)
+
+
 def test_where_indexes_hang_datasets_elsewhere_are_indexed_without_them(
     gyred: StartDaemon, there: FuseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

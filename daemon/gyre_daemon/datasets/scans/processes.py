@@ -76,10 +76,15 @@ class ScanProcesses:
 
 
 class ScanProcess:
-    """One process, used by one task at a time."""
+    """One process, used by one task at a time.
+
+    Attributes:
+        pid: of the process.
+    """
 
     def __init__(self, worker: ComputeWorker) -> None:
         self._worker = worker
+        self.pid = worker.process.pid
 
     @property
     def has_died(self) -> bool:

@@ -60,7 +60,8 @@ class Scanner:
         else:
             assert local
             async with opened_file(local, listed.name) as file:
-                arrays = await process.scan_file(scan.run, listed.name, file)
+                scanning = process.scan_file(scan.run, listed.name, file)
+                arrays = await MOUNTS.at(local.root.folder).run_in(process.pid, scanning)
         if local and local is stored:
             await MOUNTS.run(local.root.folder, check_listed, local, listed)
         return arrays
