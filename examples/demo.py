@@ -70,7 +70,7 @@ def main() -> int:
         say("job 2, undisturbed meanwhile")
         check_pairs(pairs)
     print(f"\nall of it true, in {time.monotonic() - began_s:.0f} s")
-    print(f"report       {run}/report.json")
+    print(f"loss curve   {run}/loss.png\nreport       {run}/report.json")
     return 0
 
 

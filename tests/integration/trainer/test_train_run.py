@@ -52,6 +52,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, trainer
     assert len(report["peak_memory_bytes"]) == 2
     assert all(100 << 20 < peak < 4 << 30 for peak in report["peak_memory_bytes"])
     assert 0 <= report["data_wait_share"] < 1
+    assert (whole / "loss.png").stat().st_size > 10_000
     check_status(whole, report["peak_memory_bytes"])
     assert len(list((whole / "tensorboard").glob("events.*"))) == 1
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [

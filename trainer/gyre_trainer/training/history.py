@@ -5,7 +5,7 @@ then belong to weights that were lost. `committed` reads the file by this rule a
 one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
 STEP` prints, where STEP is the step of the data's order: that of the run, and those before it that
 `data.skip_steps` leaves out. Evaluations have their own lines, to which the same rule applies.
-Boards, the progress line and the report show these lines and nothing else.
+Boards, the progress line, the report and the plot show these lines and nothing else.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""Everything that rank 0 writes about a run: history, boards, progress line and report.
+"""Everything that rank 0 writes about a run: history, boards, progress line, report and plot.
 
 All of them show entries of `history.jsonl`. Each rank has a log, too.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import numpy.typing as npt
 from gyre_protos.text import counted
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
@@ -120,6 +121,7 @@ class RunRecorder:
             for path in (
                 self._history_path,
                 self._report_path,
+                self._figure_path,
                 self._status_path,
             ):
                 require_regular(path)
@@ -151,6 +153,10 @@ class RunRecorder:
     @property
     def _report_path(self) -> Path:
         return self._out / "report.json"
+
+    @property
+    def _figure_path(self) -> Path:
+        return self._out / "loss.png"
 
     @property
     def _status_path(self) -> Path:
@@ -215,7 +221,7 @@ class RunRecorder:
             self._history.sync()
 
     def finish(self, peak_memory_bytes: Sequence[int], epochs_passed: float) -> None:
-        """Write the report, and close all files.
+        """Write the report and the loss curve, and close all files.
 
         Args:
             peak_memory_bytes: of each rank.
@@ -234,7 +240,16 @@ class RunRecorder:
             resumed_at = resumes(self._history_path)
             report = self._report(records, resumed_at, peak_memory_bytes, epochs_passed)
             write_report(report, self._report_path)
-            self._progress.say(f"final loss {report.final_loss:.4f}; see {self._report_path}")
+            title = (
+                f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
+                f"{counted(report.world_size, 'rank')}, "
+                f"{report.num_tokens / 1e6:.1f} M tokens"
+            )
+            draw_loss(records, resumed_at, title, self._figure_path)
+            self._progress.say(
+                f"final loss {report.final_loss:.4f}; "
+                f"see {self._report_path} and {self._figure_path}"
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -379,6 +394,75 @@ def final_loss(records: Sequence[StepRecord]) -> float:
     """The mean loss of the last FINAL_STEPS records."""
     last = records[-FINAL_STEPS:]
     return sum(record.loss for record in last) / len(last)
+
+
+def draw_loss(
+    records: Sequence[StepRecord], resumed_at: Sequence[int], title: str, path: Path
+) -> None:
+    """Draw each step's loss, its smoothed curve, the learning rate, and the resumes, as a PNG."""
+    import matplotlib as mpl  # noqa: PLC0415  # half a second, at the end of a run alone
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    steps = np.array([record.step + 1 for record in records])
+    losses = np.array([record.loss for record in records])
+    figure, (above, below) = plt.subplots(
+        2,
+        1,
+        figsize=(9, 6),
+        dpi=144,
+        sharex=True,
+        height_ratios=[4, 1],
+        layout="constrained",
+        facecolor="white",
+    )
+    above.plot(steps, losses, color="#9db8d9", linewidth=0.9, label="each step")
+    above.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2.0, label="smoothed")
+    end = final_loss(records)
+    above.axhline(
+        end,
+        color="#1f4e8c",
+        linewidth=0.9,
+        linestyle=":",
+        label=f"{end:.3f}: mean of the last {FINAL_STEPS} steps",
+    )
+    for index, step in enumerate(resumed_at):
+        for axes in (above, below):
+            axes.axvline(
+                step,
+                color="#c0562f",
+                linewidth=1.1,
+                linestyle="--",
+                label=None if index else "resumed",
+            )
+    above.set_title(title, loc="left", fontsize=12)
+    above.set_ylabel("loss, nats per token")
+    above.legend(frameon=False)
+    below.plot(steps, [record.lr for record in records], color="#5b7f4a", linewidth=1.4)
+    below.set_ylabel("learning rate")
+    below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    below.set_xlabel("step")
+    for axes in (above, below):
+        _style_axes(axes)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """``values`` smoothed by a Gaussian of a fiftieth of their number, without lag."""
+    width = max(1.0, len(values) / 50)
+    offsets = np.arange(-int(3 * width), int(3 * width) + 1)
+    weights = np.exp(-0.5 * (offsets / width) ** 2)
+    sums = np.convolve(values, weights)[len(offsets) // 2 :][: len(values)]
+    norms = np.convolve(np.ones_like(values), weights)[len(offsets) // 2 :][: len(values)]
+    return np.asarray(sums / norms)
+
+
+def _style_axes(axes: Any) -> None:
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
 
 
 class RankLog(logging.FileHandler):

@@ -139,7 +139,7 @@ class Training:
         self._after_step()
 
     def finish(self) -> None:
-        """Write the report."""
+        """Write the report and the loss curve."""
         peaks = [0] * self._context.world_size
         with collective("the peaks of memory"):
             dist.all_gather_object(peaks, peak_memory_bytes(self._context.device))
