@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import threading
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -148,6 +149,12 @@ class Targets:
             assert memory[16 : 16 + size].tobytes() == shards[shard][start : start + size]
             assert (memory[:16] == GUARD).all()
             assert (memory[16 + size :] == GUARD).all()
+
+
+def take_checksums(storage: Any) -> None:
+    """Take the checksums of all shards, as `gyre index --checksums` does."""
+    for shard in range(len(storage.shards)):
+        assert storage.checksums.take(shard, threading.Event()) is not None
 
 
 openers: list[StorageOpener] = []

@@ -24,17 +24,24 @@ _MAX_LISTED = 20  # shards in the text for people; JSON has all of them
 _CHANGES = {
     pb.SHARD_CHANGE_INDEXED: "indexed",
     pb.SHARD_CHANGE_KEPT: "kept",
+    pb.SHARD_CHANGE_RESTORED: "restored",
     pb.SHARD_CHANGE_CHANGED: "changed",
 }
 _MEANINGS = {
     "indexed": "indexed for the first time",
+    "restored": "touched or put back, with the bytes that it had",
     "removed": "is no longer there",
-    "changed": "has other bytes or another time",
+    "changed": "has other bytes, or may have: no checksums of the earlier ones were taken",
 }
 
 
 def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
+    parser.add_argument(
+        "--checksums",
+        action="store_true",
+        help="read all local shards now, so that one that is touched later can be told",
+    )
     add_engine_argument(parser)
 
 
@@ -43,7 +50,7 @@ def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     with progress_bar("shards") as bar:
         if args.engine != LOCAL:
             on_shards(("index", "measure"), connection, args, None, bar)
-        indexed = Indexed.of(connection.index(dataset_of(args)), bar)
+        indexed = Indexed.of(connection.index(dataset_of(args), with_checksums=args.checksums), bar)
     return CommandOutput(indexed.to_plain(), indexed.to_text())
 
 

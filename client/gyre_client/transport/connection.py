@@ -207,11 +207,12 @@ class Connection:
         self,
         dataset: pb.DatasetRef,
         *,
+        with_checksums: bool = False,
         transforms: pb.TransformList | None = None,
         shards: pb.ShardRange | None = None,
         measures: bool = False,
     ) -> Iterator[pb.IndexProgress]:
-        """Builds the missing parts of the dataset's index; yields once per shard.
+        """Builds the missing parts of the dataset's index and checksums; yields once per shard.
 
         Then it yields as columns are read that its filter compares, and as samples are measured,
         under these transforms or those of its definition. With `shards`, these alone are indexed,
@@ -219,6 +220,7 @@ class Connection:
         """
         request = pb.IndexDatasetRequest(
             dataset=dataset,
+            checksums=with_checksums,
             transforms=transforms,
             shards=shards,
             measure=measures,

@@ -30,6 +30,7 @@ from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.local.gather import memory_at
 from gyre_daemon.storage.shard import Shard
@@ -110,6 +111,7 @@ class MadeStorage:
     """
 
     block_cache = None
+    checksums: ShardChecksums | None = None
     is_node_local = False
 
     def __init__(

@@ -22,6 +22,7 @@ from gyre_daemon.service.opening import SessionOpener
 _CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
     "indexed": pb.SHARD_CHANGE_INDEXED,
     "kept": pb.SHARD_CHANGE_KEPT,
+    "restored": pb.SHARD_CHANGE_RESTORED,
     "changed": pb.SHARD_CHANGE_CHANGED,
 }
 
@@ -96,7 +97,9 @@ class IndexService:
         self, name: str, config: DatasetConfig, request: pb.IndexDatasetRequest
     ) -> AsyncGenerator[pb.IndexProgress, None]:
         chosen = requests.to_shards(request)
-        indexing = self._catalog.index(name, config, chosen)
+        indexing = self._catalog.index(
+            name, config, with_checksums=request.checksums, shards=chosen
+        )
         async with contextlib.aclosing(unheld(indexing)) as told:
             async for progress in told:
                 yield _from_progress(progress)

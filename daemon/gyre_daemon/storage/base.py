@@ -30,6 +30,7 @@ from gyre_daemon.errors import first_error
 from gyre_daemon.runtime.fair import NO_JOB, Claims, Flow
 from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.file_table import sizes_of
 from gyre_daemon.storage.shard import Shard, truncated
@@ -239,6 +240,13 @@ class Storage(Protocol):
 
         Reads then wait for processors and not for responses, so small batches are best read in
         groups, and several requests at once gain nothing.
+        """
+
+    @property
+    def checksums(self) -> ShardChecksums | None:
+        """Checksums of the shards, where only their bytes tell whether they changed.
+
+        None for remote shards: their etags tell.
         """
 
     @property

@@ -53,6 +53,7 @@ class ConcatenatedFiles:
         table: the files.
     """
 
+    checksums = None
     block_cache = None
 
     def __init__(self, files: Storage, table: FileTable, heads: Texts, location: str) -> None:

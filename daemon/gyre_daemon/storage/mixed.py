@@ -24,6 +24,7 @@ class MixedStorage:
         shards: of all sources.
     """
 
+    checksums = None
     block_cache = None
 
     def __init__(

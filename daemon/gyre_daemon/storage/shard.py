@@ -40,15 +40,6 @@ def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample
     )
 
 
-def touched(name: str) -> CorruptSample:
-    """The error for a local shard whose change time alone moved since it was listed."""
-    return CorruptSample(
-        f"shard {name} has changed since the dataset was opened, or was only touched: its change "
-        "time moved. Index the dataset again with `gyre index`.",
-        {"shard": name, "reason": "changed, or touched"},
-    )
-
-
 def changed(name: str) -> CorruptSample:
     """The error for a shard that has changed since it was listed."""
     return CorruptSample(

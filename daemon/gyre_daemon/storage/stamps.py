@@ -1,8 +1,13 @@
 """The size and times by which a local file is recognised."""
 
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
+
+# File systems count time in ticks of some milliseconds. A change older than this lies in an earlier
+# tick than now; with less, a write in the same tick would go unnoticed, and more only waits longer.
+_SETTLED_S = 0.05
 
 
 class Stamp(NamedTuple):
@@ -40,3 +45,9 @@ class Stamp(NamedTuple):
     def is_restored(self, version: str) -> bool:
         """Whether the modification time is that of a version."""
         return str(self.modified_ns) == version.partition(".")[0]
+
+    def settle(self) -> None:
+        """Wait until any later change would get another time."""
+        age_s = (time.time_ns() - self.changed_ns) / 1e9
+        if age_s < _SETTLED_S:
+            time.sleep(min(_SETTLED_S, max(_SETTLED_S - age_s, 0)))

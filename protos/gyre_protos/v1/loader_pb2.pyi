@@ -72,8 +72,10 @@ class _ShardChangeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardChan
     """for the first time"""
     SHARD_CHANGE_KEPT: _ShardChange.ValueType  # 2
     """unchanged"""
+    SHARD_CHANGE_RESTORED: _ShardChange.ValueType  # 3
+    """touched or replaced, with the same bytes as before"""
     SHARD_CHANGE_CHANGED: _ShardChange.ValueType  # 4
-    """other bytes, or another time"""
+    """other bytes; or perhaps other bytes, where no checksums of the earlier ones exist"""
 
 class ShardChange(_ShardChange, metaclass=_ShardChangeEnumTypeWrapper): ...
 
@@ -82,8 +84,10 @@ SHARD_CHANGE_INDEXED: ShardChange.ValueType  # 1
 """for the first time"""
 SHARD_CHANGE_KEPT: ShardChange.ValueType  # 2
 """unchanged"""
+SHARD_CHANGE_RESTORED: ShardChange.ValueType  # 3
+"""touched or replaced, with the same bytes as before"""
 SHARD_CHANGE_CHANGED: ShardChange.ValueType  # 4
-"""other bytes, or another time"""
+"""other bytes; or perhaps other bytes, where no checksums of the earlier ones exist"""
 Global___ShardChange: _TypeAlias = ShardChange  # noqa: Y015
 
 class _OrderMode:
@@ -733,9 +737,12 @@ class IndexDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     MEASURE_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
+    checksums: _builtins.bool
+    """take checksums of every local shard, which reads all of it"""
     measure: _builtins.bool
     """with `shards`: measure the samples of these shards; all must be indexed, or are"""
     @_builtins.property
@@ -754,13 +761,14 @@ class IndexDatasetRequest(_message.Message):
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
+        checksums: _builtins.bool = ...,
         shards: Global___ShardRange | None = ...,
         measure: _builtins.bool = ...,
         transforms: Global___TransformList | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "_transforms", b"_transforms", "dataset", b"dataset", "shards", b"shards", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "_transforms", b"_transforms", "dataset", b"dataset", "measure", b"measure", "shards", b"shards", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "_transforms", b"_transforms", "checksums", b"checksums", "dataset", b"dataset", "measure", b"measure", "shards", b"shards", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shards: _TypeAlias = _typing.Literal["shards"]  # noqa: Y015
     _WhichOneofArgType__shards: _TypeAlias = _typing.Literal["_shards", b"_shards"]  # noqa: Y015

@@ -68,5 +68,5 @@ def test_shards_that_nobody_reads_are_closed_and_open_again(tmp_path: Path) -> N
     together.expire()
     together.close_idle()
     wait_until_open(tmp_path / "busy", 2)  # one is being read
-    assert kept.stamp == kept.listed_stamp
-    assert idle.get(3).stamp.size_bytes
+    assert kept.is_at_its_path
+    assert idle.get(3).is_at_its_path

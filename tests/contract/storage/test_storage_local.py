@@ -36,6 +36,7 @@ from tests.contract.places import (
     noise,
     num_descriptors,
     run,
+    take_checksums,
 )
 from tests.contract.storage.storage_contract import StorageContract
 
@@ -74,6 +75,7 @@ class TestLocal(StorageContract):
 
         async def read() -> None:
             storage = await opener(f"{place.root}/0.bin", {})
+            take_checksums(storage)
             await storage.read(first.reads())
             place.put("new.bin", noise(1, 1000))
             old, new = path.with_name("old.bin"), path.with_name("new.bin")
@@ -86,9 +88,13 @@ class TestLocal(StorageContract):
             place.delete("0.bin")
             with pytest.raises(ShardMissing, match=r"shard 0\.bin does not exist"):
                 await first_of(storage.read(second.reads()))
+            old.rename(path)
+            path.chmod(0o600)
+            await storage.read(second.reads())
 
         run(read())
         first.check([noise(0, 1000)])
+        second.check([noise(0, 1000)])
 
     def test_descriptors_come_back(self, place: Place, opener: Any) -> None:
         for index in range(20):

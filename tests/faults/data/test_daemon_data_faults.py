@@ -38,6 +38,7 @@ def test_a_shard_that_is_removed_or_replaced_is_named(
     gyred: StartDaemon, token_files: Path
 ) -> None:
     daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+    assert main(["index", "tokens", "--checksums", "--address", daemon.address]) == 0
     shard, aside = token_files / "a.bin", token_files / "aside"
     wanted = read_some(daemon, 20)
     shard.rename(aside)
@@ -49,8 +50,7 @@ def test_a_shard_that_is_removed_or_replaced_is_named(
         read_some(daemon, 20)
     assert replaced.value.facts["shard"] == "a.bin"
     aside.rename(shard)
-    assert main(["index", "tokens", "--address", daemon.address]) == 0
-    assert read_some(daemon, 20) == wanted
+    assert read_some(daemon, 20) == wanted, "what comes back goes on to be served"
     shard.unlink()
     daemon.stop()
     daemon.restart()

@@ -42,9 +42,21 @@ def write(folder: Path, shards: Any, version: int = 0) -> None:
                 writer.write({"__key__": f"{sample:05}", "bin": content(sample, version)})
 
 
-@pytest.fixture
-def daemon(gyred: StartDaemon, folder: Path) -> Daemon:
-    return gyred({"datasets": {"set": {"uri": str(folder), "format": "webdataset"}}})
+@pytest.fixture(params=["taken by it", "taken before"])
+def daemon(
+    gyred: StartDaemon,
+    folder: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> Daemon:
+    """It has all checksums: it took them, or the daemon before it did."""
+    daemon = gyred({"datasets": {"set": {"uri": str(folder), "format": "webdataset"}}})
+    assert main(["index", "set", "--checksums", "--address", daemon.address]) == 0
+    capsys.readouterr()
+    if request.param == "taken before":
+        daemon.stop()
+        daemon.restart()
+    return daemon
 
 
 def read(daemon: Daemon, num_epochs: int = 1) -> int:
@@ -61,9 +73,9 @@ def read(daemon: Daemon, num_epochs: int = 1) -> int:
     return seen
 
 
-def index(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def index(daemon: Daemon, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["index", "set", "--json", "--address", daemon.address]) == 0
+    assert main(["index", "set", "--json", "--address", daemon.address, *more]) == 0
     indexed: dict[str, Any] = json.loads(capsys.readouterr().out)
     return indexed
 
@@ -103,57 +115,83 @@ def test_a_running_job_gets_the_error_too(daemon: Daemon, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_shard_that_is_put_back_serves_again_once_it_is_indexed(
-    daemon: Daemon, folder: Path, capsys: pytest.CaptureFixture[str], in_place: bool
+def test_a_shard_that_is_put_back_serves_again_without_an_operator(
+    daemon: Daemon, folder: Path, in_place: bool
 ) -> None:
-    before = index(daemon, capsys)
     assert read(daemon) == ALL
     shard = folder / "1.tar"
-    os.truncate(shard, 5000)
-    with pytest.raises(CorruptSample, match=r"shard 1\.tar"):
-        read(daemon)
-    if not in_place:
-        shard.unlink()
-    shutil.copy2(folder.parent / "backup" / "1.tar", shard)
-    with pytest.raises(CorruptSample, match=r"1\.tar has changed .*, or was only touched"):
-        read(daemon)
-    after = index(daemon, capsys)
-    assert after["shards"] == {"0.tar": "kept", "1.tar": "changed", "2.tar": "kept"}
-    assert after["fingerprint"] == before["fingerprint"], "cursors still fit"
+    for _ in range(2):
+        os.truncate(shard, 5000)
+        with pytest.raises(CorruptSample, match=r"shard 1\.tar"):
+            read(daemon)
+        if not in_place:
+            shard.unlink()
+        shutil.copy2(folder.parent / "backup" / "1.tar", shard)
+        assert read(daemon, num_epochs=2) == 2 * ALL
+
+
+def test_shards_that_are_only_touched_stay_served(daemon: Daemon, folder: Path) -> None:
+    assert read(daemon) == ALL
+    for shard in folder.glob("*.tar"):
+        shard.chmod(0o600)
+        shard.with_name(shard.name + ".link").hardlink_to(shard)
     assert read(daemon, num_epochs=2) == 2 * ALL
 
 
 def test_indexing_reports_how_each_shard_changed(
     daemon: Daemon, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = index(daemon, capsys)
+    first = index(daemon, capsys, "--checksums")
     assert set(first["shards"].values()) <= {"indexed", "kept"}
     again = index(daemon, capsys)
     assert again["shards"] == dict.fromkeys(("0.tar", "1.tar", "2.tar"), "kept")
     assert again["fingerprint_before"] == again["fingerprint"] == first["fingerprint"]
+    (folder / "0.tar").unlink()
+    shutil.copy2(folder.parent / "backup" / "0.tar", folder / "0.tar")
     before = (folder / "1.tar").stat()
     write(folder, [1], version=1)
     set_back(folder / "1.tar", before)
     changed = index(daemon, capsys)
-    assert changed["shards"] == {"0.tar": "kept", "1.tar": "changed", "2.tar": "kept"}
+    assert changed["shards"] == {"0.tar": "restored", "1.tar": "changed", "2.tar": "kept"}
     assert changed["fingerprint_before"] == first["fingerprint"]
     assert changed["fingerprint"] != first["fingerprint"], (
         "the middle of each shard is in the fingerprint"
     )
+    write(folder, [2], version=0)
+    assert main(["index", "set", "--address", daemon.address]) == 0
+    text = capsys.readouterr().out
+    assert "3: 2 kept, 1 restored" in text
+    assert "2.tar  touched or put back, with the bytes that it had" in text
+    assert "all fit as before" in text
 
 
 def test_changes_while_no_daemon_ran_are_reported(
     daemon: Daemon, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = index(daemon, capsys)
+    first = index(daemon, capsys, "--checksums")
     daemon.stop()
+    shutil.copy2(folder.parent / "backup" / "0.tar", folder / "0.tar")
     write(folder, [1], version=1)
     write(folder, [3])
     (folder / "2.tar").unlink()
     daemon.restart()
     changed = index(daemon, capsys)
     assert changed["shards"]["1.tar"] == "changed"
-    assert changed["shards"]["0.tar"] == "kept"
+    assert changed["shards"]["0.tar"] == "restored"
     assert changed["shards"]["2.tar"] == "removed"
     assert changed["shards"]["3.tar"] == "indexed"
     assert changed["fingerprint_before"] == first["fingerprint"] != changed["fingerprint"]
+
+
+def test_a_touched_shard_without_checksums_is_refused_with_the_reason(
+    gyred: StartDaemon, folder: Path
+) -> None:
+    daemon = gyred({"datasets": {"set": {"uri": str(folder), "format": "webdataset"}}})
+    assert read(daemon) == ALL
+    (folder / "1.tar").chmod(0o600)
+    with pytest.raises(
+        CorruptSample, match=r"1\.tar has changed .*, or was only touched: .* no checksums .* index"
+    ):
+        read(daemon)
+    assert main(["index", "set", "--address", daemon.address]) == 0
+    assert read(daemon) == ALL

@@ -196,7 +196,7 @@ def test_index(gyre: Gyre) -> None:
         "samples      20\nshards       1: 1 kept\n"
         f"fingerprint  {fingerprint}\ncursors      all fit as before\n"
     )
-    assert gyre.json("index", "numbers")["num_samples"] == 100
+    assert gyre.json("index", "numbers", "--checksums")["num_samples"] == 100
 
 
 def test_status(gyre: Gyre, daemon: Any) -> None:

@@ -247,6 +247,8 @@ class Catalog:
         self,
         name: str,
         config: DatasetConfig,
+        *,
+        with_checksums: bool = False,
         shards: range | None = None,
     ) -> AsyncGenerator[IndexProgress, None]:
         """List the shards again, index the stale ones, and report each shard.
@@ -256,6 +258,7 @@ class Catalog:
         Args:
             name: from `resolve`.
             config: from `resolve`.
+            with_checksums: take the checksums of every local shard, which reads all of it.
             shards: index these alone, and leave the dataset as it is; None for all.
 
         Raises:
@@ -285,6 +288,8 @@ class Catalog:
                 was_appended = before is not None and before.fingerprint == previous.fingerprint
             listed = opening.source.shards
             await save_record(self._records, name, opening.location, listed, dataset.fingerprint)
+        if with_checksums:  # may take hours, and nobody needs them to open the dataset
+            await self._indexer.take_checksums(dataset)
         names = {shard.name for shard in listed}
         yield progress.finished(dataset, previous, names, was_appended=was_appended)
 

@@ -29,6 +29,7 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import BlockCache, ReadPlan
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.shard import Shard
 
@@ -185,7 +186,7 @@ async def _assemble(
 
 @dataclass(slots=True)
 class _SoundShards:
-    """The shards that can be read, uncompressed: a `Storage` of them ."""
+    """The shards that can be read, uncompressed: a `Storage` of them without checksums."""
 
     opening: OpeningDataset
     numbers: Sequence[int]
@@ -204,6 +205,7 @@ class _SoundShards:
         """Whether every shard can be read, so that ids are those of the dataset."""
         return not self.opening.damaged
 
+    checksums: ShardChecksums | None = field(default=None, init=False)
     block_cache: BlockCache | None = field(default=None, init=False)
 
     @property

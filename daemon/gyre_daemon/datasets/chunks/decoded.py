@@ -20,6 +20,7 @@ from gyre_daemon.runtime.fair import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.workers.exchange import Exchange, ExchangeRoom, pages
@@ -101,6 +102,11 @@ class DecodedStorage:
     def is_node_local(self) -> bool:
         """See `Storage.is_node_local`."""
         return self._source.is_node_local
+
+    @property
+    def checksums(self) -> ShardChecksums | None:
+        """See `Storage.checksums`: of the shards as they are stored."""
+        return self._source.checksums
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each chunk is decoded once for all of the plan."""

@@ -1,6 +1,7 @@
 """Compares the shards of a dataset with those of its last index."""
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,11 +11,16 @@ import numpy as np
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.base import Arrays, array_of
+from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.checksums import Checksums
 from gyre_daemon.storage.shard import Shard
 
-# indexed: it is new. kept: it is the same. changed: it has other bytes or another time.
-Change = Literal["indexed", "kept", "changed"]
+# indexed: it is new. kept: it is what it was. restored: its times moved, but its bytes are what
+# they were. changed: it has other bytes, or may have, because no checksums of the earlier ones
+# exist.
+Change = Literal["indexed", "kept", "restored", "changed"]
 
 RECORD_SUFFIX = ".gyre-dataset"  # of the sidecar of a dataset as a whole
 _MAX_FINGERPRINT_BYTES = 64
@@ -29,10 +35,12 @@ class PreviousIndex:
 
     Attributes:
         shards: as they were listed, by name.
+        checksums: of some of them, by name.
         fingerprint: of the dataset; empty if it is not known.
     """
 
     shards: Mapping[str, Shard]
+    checksums: Mapping[str, Checksums]
     fingerprint: str
 
 
@@ -41,13 +49,16 @@ async def load_previous(
 ) -> PreviousIndex:
     """A dataset's last state: as it is open now (`before`), or else as the records say."""
     if before:
-        shards = {shard.name: shard for shard in before.storage.shards}
-        return PreviousIndex(shards, before.fingerprint)
+        storage = before.storage
+        taken = storage.checksums.known if storage.checksums else {}
+        named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
+        shards = {shard.name: shard for shard in storage.shards}
+        return PreviousIndex(shards, named, before.fingerprint)
     arrays = await records.load(_key(name, location), None, _read_record)
     if arrays is None:
-        return PreviousIndex({}, "")
+        return PreviousIndex({}, {}, "")
     stored, digest = _read_record(arrays)
-    return PreviousIndex({shard.name: shard for shard in stored}, digest)
+    return PreviousIndex({shard.name: shard for shard in stored}, {}, digest)
 
 
 def _read_record(arrays: Arrays) -> tuple[list[Shard], str]:
@@ -148,18 +159,50 @@ def _version_key(location: str, fingerprint: str) -> SidecarKey:
     return SidecarKey(location, f"version {fingerprint}", 0, "", "dataset/1")
 
 
-def change_of(
-    listed: Shard, previous: PreviousIndex, *, was_indexed: bool, is_fresh: bool
-) -> Change:
-    """How a shard differs from its last state.
+class ShardChanges:
+    """Compares each shard of a dataset with its last state."""
 
-    Args:
-        listed: the shard now.
-        previous: the dataset's last state.
-        was_indexed: whether it has a sidecar, of this or another version.
-        is_fresh: whether that sidecar is of the listed version, or there is nothing to scan.
-    """
-    then = previous.shards.get(listed.name)
-    if (listed.version and then == listed) or (was_indexed and is_fresh):
-        return "kept"
-    return "changed" if then or was_indexed else "indexed"
+    def __init__(
+        self, location: str, storage: Storage, previous: PreviousIndex, checksums: ChecksumStore
+    ) -> None:
+        """Compare nothing yet.
+
+        Args:
+            location: of the dataset, without credentials.
+            storage: the shards as they are listed now.
+            previous: the dataset's last state.
+            checksums: takes checksums, and has those of earlier daemons.
+        """
+        self._location = location
+        self._storage = storage
+        self._previous = previous
+        self._checksums = checksums
+
+    async def of(
+        self, shard: int, was_indexed: bool, is_fresh: bool, stopped: threading.Event
+    ) -> Change:
+        """How a shard has changed; a local one whose times moved is read whole.
+
+        Args:
+            shard: its number.
+            was_indexed: whether it has a sidecar, of this or another version.
+            is_fresh: whether that sidecar is of the listed version, or there is nothing to scan.
+            stopped: set when nobody waits for the answer any more.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+        """
+        listed = self._storage.shards[shard]
+        then = self._previous.shards.get(listed.name)
+        checksums = self._storage.checksums
+        if checksums is None:
+            return "kept" if was_indexed and is_fresh else "changed" if was_indexed else "indexed"
+        stored = await self._checksums.stored(self._location, checksums, shard)
+        if then == listed or (was_indexed and is_fresh) or (stored and stored[1]):
+            return "kept"
+        known = self._previous.checksums.get(listed.name)
+        known = stored[0] if known is None and stored else known
+        if known is None:
+            return "changed" if then or was_indexed else "indexed"
+        now = await self._checksums.take(self._location, checksums, shard, stopped)
+        return "restored" if now is not None and np.array_equal(now, known) else "changed"

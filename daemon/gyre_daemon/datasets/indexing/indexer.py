@@ -4,6 +4,7 @@ The shards are listed, unpacked if they are compressed, inspected as their forma
 assembled to one index.
 """
 
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from gyre_daemon.datasets.formats.indexes.union_index import (
 )
 from gyre_daemon.datasets.indexing.caching import behind_cache
 from gyre_daemon.datasets.indexing.changes import PreviousIndex
+from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.corrupt import CorruptFinder
 from gyre_daemon.datasets.indexing.discovery.format_search import FoundFormat, find_format
 from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
@@ -96,9 +98,10 @@ class Indexer:
         self._sidecars = sidecars
         self._unpacked = unpacked
         self._cache = cache
+        self._checksums = ChecksumStore(sidecars)
         self.probes = ProbeRunner(opener, sidecars)
         self._processes = ScanProcesses(compute_server)
-        self._shards = ShardIndexer(sidecars, self._processes)
+        self._shards = ShardIndexer(sidecars, self._checksums, self._processes)
         self._manifests = ManifestReader(self._processes)
         self.checker = SampleChecker(sidecars, self._processes)
         self.decoding = DecodingRoom(Decoders(compute_server), opener.workers)
@@ -240,6 +243,8 @@ class Indexer:
         contents = await read_ranges(served, *ranges)
         identity = await compute(fingerprint, shards, index, contents, corrupt, chosen or ())
         storage = behind_cache(opening, served, index, self._cache, self.decoding)
+        if served.checksums:
+            self._checksums.serve(opening.location, served.checksums)
         dataset = Dataset(
             opening.name,
             shown_format(opening.config.format),
@@ -333,6 +338,22 @@ class Indexer:
             probe, served, location, settings, refresh=refresh, num_shards=num_shards
         )
         return [await run]
+
+    async def take_checksums(self, dataset: Dataset) -> None:
+        """Have a checksum of every block of a local dataset, also for later daemons.
+
+        Raises:
+            StorageUnavailable: a shard cannot be read.
+        """
+        checksums = dataset.storage.checksums
+        if checksums is None:
+            return
+        stopped = threading.Event()
+        try:
+            for shard in range(len(checksums.listed)):
+                await self._checksums.keep(dataset.uri, checksums, shard, stopped)
+        finally:
+            stopped.set()
 
     async def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards

@@ -16,7 +16,8 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.formats.indexes.union_index import IndexedField
-from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, change_of
+from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
+from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.datasets.scans.processes import ScanProcesses
@@ -153,15 +154,18 @@ class ShardIndexer:
     def __init__(
         self,
         sidecars: SidecarStore,
+        checksums: ChecksumStore,
         processes: ScanProcesses,
     ) -> None:
         """Start no process yet.
 
         Args:
             sidecars: for the indexes.
+            checksums: tell whether a shard has changed.
             processes: scan the shards.
         """
         self._sidecars = sidecars
+        self._checksums = checksums
         self._processes = processes
         self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
         self._num_cores = len(os.sched_getaffinity(0))
@@ -186,12 +190,17 @@ class ShardIndexer:
         """
         if opening.scan is None and opening.unpacked is None and previous is None:
             return
+        changes = (
+            ShardChanges(opening.location, opening.source, previous, self._checksums)
+            if previous
+            else None
+        )
         results: asyncio.Queue[IndexedShard | Exception] = asyncio.Queue()
         numbers = range(len(opening.scans))
         numbers = numbers if chosen is None else numbers[chosen.start : chosen.stop]
         shards = iter(numbers)
         stored = _StoredScans(self._sidecars, opening, opening.scan) if opening.scan else None
-        work = partial(self._index_shards, opening, previous, stored, shards, results)
+        work = partial(self._index_shards, opening, changes, stored, shards, results)
         num_further = max(_MAX_FURTHER, self._num_cores - 1) if previous else _MAX_FURTHER
         workers = [asyncio.create_task(work(self._own_turns, is_own=True))] + [
             asyncio.create_task(work(self._shared_turns, is_own=False))
@@ -212,7 +221,7 @@ class ShardIndexer:
     async def _index_shards(
         self,
         opening: OpeningDataset,
-        previous: PreviousIndex | None,
+        changes: ShardChanges | None,
         stored: _StoredScans | None,
         shards: Iterator[int],
         results: asyncio.Queue[IndexedShard | Exception],
@@ -226,7 +235,7 @@ class ShardIndexer:
 
         Args:
             opening: the dataset.
-            previous: the last state, with which each shard is compared; None for none.
+            changes: compares each shard with its last state; None for no comparison.
             stored: what earlier scans found; None where the format does not scan.
             shards: their numbers; several workers take from it.
             results: takes findings, or why a shard failed.
@@ -244,7 +253,7 @@ class ShardIndexer:
                                 return
                             try:
                                 found = await self._index_shard(
-                                    opening, shard, previous, stored, scanner
+                                    opening, shard, changes, stored, scanner
                                 )
                             except CorruptSample as error:
                                 if opening.damaged is None:
@@ -260,7 +269,7 @@ class ShardIndexer:
         self,
         opening: OpeningDataset,
         shard: int,
-        previous: PreviousIndex | None,
+        changes: ShardChanges | None,
         stored: _StoredScans | None,
         scanner: Scanner,
     ) -> IndexedShard:
@@ -281,8 +290,9 @@ class ShardIndexer:
             found = await stored.take(shard)
         is_fresh = opening.scan is None or (found is not None and found[1])
         change: Change | None = None
-        if previous:
-            change = change_of(listed, previous, was_indexed=found is not None, is_fresh=is_fresh)
+        if changes:
+            was_indexed = found is not None
+            change = await changes.of(shard, was_indexed, is_fresh, opening.stopped)
         reused = is_fresh and change in (None, "kept")
         if opening.scan is None or stored is None:
             return IndexedShard(shard, 0, reused, change)
@@ -294,7 +304,7 @@ class ShardIndexer:
                 opening.scan, opening.source, shard, unpacked, opening.beside
             )
             # an index that an operator ordered must be stored
-            save = self._sidecars.save if previous else self._sidecars.try_to_save
+            save = self._sidecars.save if changes else self._sidecars.try_to_save
             await save(stored.sidecar_of(shard).key, local, arrays)
         num_samples = opening.scan.num_samples(arrays)
         facts = {"dataset": opening.name, "shard": listed.name, "samples": num_samples}

@@ -17,6 +17,7 @@ from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.cache.volume import Volume
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.shard import Shard
 
 # The size of shared blocks. Smaller ones take more requests per epoch, larger ones delay a first
@@ -83,6 +84,11 @@ class CachedStorage:
     def is_bypassed(self) -> bool:
         """Whether reads pass the cache by now: local files do while their mount is fast."""
         return self._passes_local and self._storage.is_node_local
+
+    @property
+    def checksums(self) -> ShardChecksums | None:
+        """See `Storage.checksums`."""
+        return self._storage.checksums
 
     @property
     def block_cache(self) -> BlockCache | None:

@@ -38,6 +38,7 @@ class RemoteStorage:
     """
 
     is_node_local = False
+    checksums = None
     block_cache = None
 
     def __init__(

@@ -7,16 +7,18 @@ read has a thread, and nothing is mapped.
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, WritableArena
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.latency import MountIsSlow
 from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.local.listing import file_error
@@ -36,6 +38,9 @@ _STREAM_CHUNK_BYTES = 8 << 20
 # job over would only add a round trip.
 _MIN_COPIED_BYTES = 32 << 10
 _MAX_COPIED_BYTES = 1 << 20
+# A shard that is written to while its bytes are compared is looked at this often. More looks keep a
+# thread busy with a file that a slow writer changes; fewer refuse one that was just restored.
+_MAX_LOOKS = 3
 
 
 class LocalStorage:
@@ -43,6 +48,7 @@ class LocalStorage:
 
     Attributes:
         shards: as listed.
+        checksums: of the shards, as far as they have been taken.
     """
 
     block_cache = None
@@ -76,6 +82,7 @@ class LocalStorage:
         self._reads = ThreadReads(shards, workers, metrics, self._read_all, self._read_range, slow)
         self._workers = workers
         self._open = OpenShards(files, shards, copy_workers, open_files)
+        self.checksums = ShardChecksums(shards, files)
         self._make_unmapped = partial(OpenShards, files, shards, open_files=open_files, maps=False)
         self._unmapped: OpenShards | None = None  # those of a slow mount, once there are some
         self._making_unmapped = threading.Lock()
@@ -140,6 +147,7 @@ class LocalStorage:
         with self._making_unmapped:
             unmapped = self._unmapped = self._unmapped or self._make_unmapped()
         opened = unmapped.get(shard)
+        trusted = opened.trusted  # another thread may change it at any time
         try:
             data = _pread(opened, start, stop)
         except OSError as error:
@@ -147,10 +155,19 @@ class LocalStorage:
                 unmapped.drop(opened, shard)
                 raise
             raise file_error(opened.listed.name, error) from error
-        if opened.stamp != opened.listed_stamp:
-            raise unmapped.refusal(opened, shard)
-        if len(data) < stop - start:
+        if trusted is not None and opened.stamp == trusted:
+            if len(data) == stop - start:
+                return data
             raise _unreadable(opened.listed.name)
+
+        def read_moved(moved: OpenShard) -> bool:
+            nonlocal data
+            data = _pread(moved, start, stop)
+            return len(data) == stop - start
+
+        opened.trusted = None
+        bounds = np.array([start]), np.array([stop])
+        self._read_compared(shard, *bounds, unmapped, read_moved)
         return data
 
     def _read_shards(self, reads: Reads, shards: Sequence[int]) -> float:
@@ -159,17 +176,31 @@ class LocalStorage:
         The check comes last because a page beyond a file's new end reads as zeros.
         """
         opened = {shard: self._open.get(shard) for shard in shards}
-        failed, waited_s = self._copy_opened(reads, opened)
-        for shard, its in opened.items():
-            if its.stamp != its.listed_stamp:
-                raise self._open.refusal(its, shard)
-        if failed is not None:
-            for its in opened.values():
-                its.is_sound = False
-            raise _unreadable(self.shards[int(reads.shard[failed])].name)
+        # Another thread may begin to trust a shard at any time.
+        trusted = {shard: its.trusted for shard, its in opened.items()}
+        doubtful = [shard for shard, stamp in trusted.items() if stamp is None]
+        waited_s = 0.0
+        if not doubtful:
+            failed, waited_s = self._copy_trusted(reads, opened)
+            doubtful = [shard for shard, its in opened.items() if its.stamp != trusted[shard]]
+            if not doubtful and failed is None:
+                return waited_s
+            for shard in doubtful or shards:
+                opened[shard].is_sound = False
+            if not doubtful:
+                raise _unreadable(self.shards[int(reads.shard[failed])].name)
+            for shard in doubtful:
+                opened[shard].trusted = None
+        for shard in doubtful:
+            its = reads.of_shards(np.array([shard]))
+            copy = partial(self._copy_one, its, shard)
+            self._read_compared(shard, its.start, its.start + its.size, self._open, copy)
+        others = [shard for shard in shards if shard not in doubtful]
+        if others:
+            waited_s += self._read_shards(reads.of_shards(np.array(others)), others)
         return waited_s
 
-    def _copy_opened(
+    def _copy_trusted(
         self, reads: Reads, opened: Mapping[int, OpenShard]
     ) -> tuple[int | None, float]:
         """Copy; returns the first read that failed, and for how long the disk was waited for."""
@@ -179,6 +210,44 @@ class LocalStorage:
             num_waits = None if is_cold else self._copy_by_worker(reads, opened)
             failed = self._copy(reads, opened) if num_waits is None else None
         return failed, time.monotonic() - began if is_cold or num_waits else 0.0
+
+    def _read_compared(
+        self,
+        shard: int,
+        start: npt.NDArray[np.int64],
+        stop: npt.NDArray[np.int64],
+        open_shards: OpenShards,
+        read: Callable[[OpenShard], bool],
+    ) -> None:
+        """Read from a shard whose times moved, and compare it with its checksums.
+
+        The shard's stamp is compared before and after, so that no write goes unnoticed.
+
+        Args:
+            shard: its number.
+            start: int64 [n], where ranges begin.
+            stop: int64 [n], where they end.
+            open_shards: opens it.
+            read: reads the ranges, and returns whether they are whole.
+        """
+        for _ in range(_MAX_LOOKS):
+            opened = open_shards.get_moved(shard)
+            stamp = opened.stamp
+            stamp.settle()
+            try:
+                is_read = read(opened)
+                is_whole = self.checksums.compare(shard, opened.descriptor, stamp, start, stop)
+            except OSError as error:
+                raise file_error(opened.listed.name, error) from error
+            if is_read and opened.is_at_its_path and opened.stamp == stamp:
+                if is_whole:
+                    opened.trusted, opened.is_sound = stamp, True
+                return
+        raise _restless(self.shards[shard].name)
+
+    def _copy_one(self, reads: Reads, shard: int, opened: OpenShard) -> bool:
+        """Copy reads of one shard; returns whether they are whole."""
+        return self._copy(reads, {shard: opened}) is None
 
     def _copy_by_worker(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
         """Let a copy worker copy where that is faster.
@@ -233,6 +302,14 @@ def _ranges(reads: Reads, arena: WritableArena, opened: Mapping[int, OpenShard])
         file = keys[reads.shard]
     size = reads.size[:1] if (reads.size == reads.size[0]).all() else reads.size
     return Ranges(file, reads.start, size, reads.target.view(np.int64) - arena.address)
+
+
+def _restless(name: str) -> StorageUnavailable:
+    return StorageUnavailable(
+        f"shard {name} is being changed while it is read; it is served again once its bytes are "
+        "what was listed",
+        {"shard": name},
+    )
 
 
 def _unreadable(name: str) -> StorageUnavailable:

@@ -24,7 +24,7 @@ from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.latency import Latency, MountIsSlow
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.mounts import MOUNTS, Mount
-from gyre_daemon.storage.shard import Shard, changed, touched
+from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.stamps import Stamp
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
 
@@ -47,7 +47,8 @@ class OpenShard:
         descriptor: of the file; owned by this object.
         mapping: of the whole file; None where it is not mapped.
         address: of its first byte; 0 where it is not mapped.
-        listed_stamp: while the file has this stamp it is as listed.
+        trusted: while the file has this stamp it is as listed; None if its bytes must be
+            compared first.
         mount: of the file, which it closes.
         copy_workers: told when the file is closed.
         is_own: its user is the daemon's, so the kernel says which of its pages are in memory.
@@ -60,7 +61,7 @@ class OpenShard:
     descriptor: int
     mapping: mmap.mmap | None
     address: int
-    listed_stamp: Stamp
+    trusted: Stamp | None
     mount: Mount
     copy_workers: CopyWorkers
     is_own: bool
@@ -80,6 +81,23 @@ class OpenShard:
         """
         try:
             return Stamp.of(self.descriptor)
+        except OSError as error:
+            raise file_error(self.listed.name, error) from error
+
+    @property
+    def is_at_its_path(self) -> bool:
+        """Whether the file still lies at its path.
+
+        A deleted or replaced file can still be read here, but the next process could not read it.
+        Its owner should learn that from an error now.
+
+        Raises:
+            ShardMissing: there is nothing at its path.
+            NotAllowed, StorageUnavailable: the path cannot be looked at.
+        """
+        try:
+            with self.file.opened() as found:
+                return os.path.samestat(os.fstat(self.descriptor), os.fstat(found))
         except OSError as error:
             raise file_error(self.listed.name, error) from error
 
@@ -203,15 +221,20 @@ class OpenShards:
             if self._open.get(shard) is opened:
                 del self._open[shard]
 
-    def refusal(self, opened: OpenShard, shard: int) -> GyreError:
-        """The error for a shard whose stamp moved: the file at its path is opened again, once.
+    def get_moved(self, shard: int) -> OpenShard:
+        """The file that lies at the shard's path now, which may be another than `get` returned.
 
         Raises:
-            ShardMissing, NotAllowed, StorageUnavailable, CorruptSample: as `get`.
+            ShardMissing: there is none.
+            CorruptSample: its size or its modification time is another than listed.
+            NotAllowed, StorageUnavailable: it cannot be opened.
         """
-        self.drop(opened, shard)
-        self.get(shard)
-        return touched(opened.listed.name)
+        opened = self.get(shard)
+        if not opened.is_at_its_path:
+            self.drop(opened, shard)
+            opened = self.get(shard)
+        _check(opened.listed, opened.stamp)
+        return opened
 
 
 def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bool) -> OpenShard:
@@ -237,8 +260,9 @@ def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bo
     except (GyreError, MountIsSlow):
         os.close(descriptor)
         raise
+    trusted = stamp if stamp.version == listed.version else None
     return OpenShard(
-        new_key(), listed, file, descriptor, mapping, address, stamp, mount, copy_workers, is_own
+        new_key(), listed, file, descriptor, mapping, address, trusted, mount, copy_workers, is_own
     )
 
 
@@ -262,5 +286,3 @@ def _check(listed: Shard, stamp: Stamp) -> None:
     """Refuse a file that has changed since it was listed."""
     if stamp.size_bytes != listed.size_bytes or not stamp.is_restored(listed.version):
         raise changed(listed.name)
-    if stamp.version != listed.version:
-        raise touched(listed.name)

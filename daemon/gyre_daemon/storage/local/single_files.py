@@ -22,12 +22,13 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads
 from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root
+from gyre_daemon.storage.checksums import unknown
 from gyre_daemon.storage.file_table import FileShards, FileTable
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.local.slow_reads import TRANSIENT, SlowReads
 from gyre_daemon.storage.local.thread_reads import ThreadReads
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.shard import Shard, changed, touched
+from gyre_daemon.storage.shard import Shard, changed
 
 _CHUNK_BYTES = 8 << 20
 # The cost of opening a file, in bytes that could be copied meanwhile. It weighs jobs that share the
@@ -55,6 +56,7 @@ class SingleFiles:
         shards: as listed.
     """
 
+    checksums = None
     block_cache = None
 
     def __init__(
@@ -238,7 +240,7 @@ class SingleFiles:
             return changed(self._table.name(number))
         if now.st_ctime_ns == changed_ns:
             return None
-        return touched(self._table.name(number))
+        return unknown(self._table.name(number), "gyre index")
 
 
 class _SharedRoot:
