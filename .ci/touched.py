@@ -81,7 +81,11 @@ def selected() -> set[str]:
     """The test files that `make test` runs whole."""
     lines = (ROOT / "tests" / "selected.txt").read_text().splitlines()
     whole = {line for line in lines if line.startswith("tests/") and "::" not in line}
-    left_out = {line.removeprefix("--ignore=") for line in lines if line.startswith("--ignore=")}
+    left_out = {
+        line.partition("=")[2].partition("::")[0]
+        for line in lines
+        if line.startswith(("--ignore=", "--deselect="))
+    }
     return {file for path in whole for file in tests_in(path)} - left_out
 
 
