@@ -103,7 +103,7 @@ def daemon(
         command = [python, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
         process = subprocess.Popen(command, stderr=log)
         try:
-            _await_ready(process, home / "log")
+            await_ready(process, home / "log")
             with _watched(Daemon(address, process.pid, budget_bytes)) as server:
                 yield server
         finally:
@@ -111,7 +111,8 @@ def daemon(
             process.wait(30)
 
 
-def _await_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:
+def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until the daemon's log says that it is ready."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while '"ready"' not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline_s:

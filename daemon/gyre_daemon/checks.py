@@ -26,9 +26,8 @@ from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.fetching.measuring.opening import DatasetOpener
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
-from gyre_daemon.runtime.threads import DaemonThreads
+from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions

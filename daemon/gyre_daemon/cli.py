@@ -18,8 +18,7 @@ from gyre_protos.text import counted, printable
 
 from gyre_daemon import __version__, health
 from gyre_daemon.access.credentials import Credentials
-from gyre_daemon.access.patterns import check_patterns, unmatched
-from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.policy import Policy, check_patterns, unmatched
 from gyre_daemon.checks import (
     check_folders,
     check_transforms,

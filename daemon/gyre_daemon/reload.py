@@ -23,9 +23,8 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
 from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.errors import ConfigError, InvalidInput, NotAllowed
-from gyre_daemon.runtime.audit import reopen_audit_file
-from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.notify import notify
+from gyre_daemon.runtime.events import log_event, reopen_audit_file
+from gyre_daemon.runtime.liveness import notify
 from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.sessions.table import SessionTable
 

@@ -1,4 +1,7 @@
-"""One daemon process from start to end: it claims its addresses, serves, drains and cleans up."""
+"""One daemon process from start to end: it claims its addresses, serves, drains and cleans up.
+
+A clean-up of a folder may remove the sockets of a daemon that still runs.
+"""
 
 import asyncio
 import contextlib
@@ -7,7 +10,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,24 +34,25 @@ from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.fetching.measuring.lengths import Measurer
-from gyre_daemon.listeners import UnixListener, watch_credentials, watch_listeners
-from gyre_daemon.memory.arena_registry import ArenaRegistry
+from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.monitoring.exposition import Census, new_registry
 from gyre_daemon.monitoring.http_ports import HttpPort, Probes, metrics_application
-from gyre_daemon.monitoring.jobs import OTHERS
-from gyre_daemon.monitoring.metrics import Metrics, MountGauges
+from gyre_daemon.monitoring.metrics import OTHERS, Metrics, MountGauges
 from gyre_daemon.reload import Reloader
-from gyre_daemon.runtime.audit import AuditFile
 from gyre_daemon.runtime.connections import Connections, own_bytes, own_limit_bytes
-from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.runtime.lag import LoopLag
+from gyre_daemon.runtime.events import AuditFile, log_event, native_lines_as_events
 from gyre_daemon.runtime.limits import descriptor_shares
-from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_http_address
-from gyre_daemon.runtime.native_log import native_lines_as_events
-from gyre_daemon.runtime.notify import notify, ping_watchdog
-from gyre_daemon.runtime.threads import DaemonThreads
+from gyre_daemon.runtime.listen import (
+    SocketClaim,
+    TcpAddress,
+    UnixAddress,
+    parse_address,
+    parse_http_address,
+)
+from gyre_daemon.runtime.liveness import LoopLag, notify, ping_watchdog
+from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
 from gyre_daemon.service import (
     SERVER_OPTIONS,
     SERVICE_NAME,
@@ -58,11 +62,10 @@ from gyre_daemon.service import (
     register,
     server_credentials,
 )
-from gyre_daemon.service.identity import Callers
-from gyre_daemon.sessions.census import take_census
+from gyre_daemon.service.guard import Callers
 from gyre_daemon.sessions.reservations import Reservations
 from gyre_daemon.sessions.shared_stream import DaemonResources
-from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.sessions.table import SessionTable, take_census
 from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
@@ -73,6 +76,109 @@ from gyre_daemon.transforms.workers import TransformWorkers
 from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_daemon.workers.copy_workers import CopyWorkers
 from gyre_daemon.workers.supervisor import start_spawner
+
+# How often the sockets are checked, and so for how long nobody can connect at most. A check takes a
+# few system calls for each address.
+_CHECK_EVERY_S = 1.0
+# How often the files of certificates and tokens are looked at: so long does a token last that was
+# taken away.
+_REFRESH_EVERY_S = 1.0
+
+Listen = Callable[[Sequence[UnixAddress]], Awaitable[object]]
+
+
+class UnixListener:
+    """The claim to one Unix address, and the side channel beside it.
+
+    Attributes:
+        address: where the gRPC server binds; this object does not bind it.
+        side_channel: bound.
+    """
+
+    def __init__(self, address: UnixAddress, may_connect: MayConnect) -> None:
+        """Claim the address and bind its side channel.
+
+        Args:
+            address: a Unix socket's.
+            may_connect: see `SideChannel`.
+
+        Raises:
+            ConfigError: another daemon has the address, or it cannot be used.
+        """
+        self.address = address
+        self._claim = SocketClaim(address)
+        try:
+            self.side_channel = SideChannel(address.path, may_connect)
+        except ConfigError:
+            self._claim.give_up()
+            raise
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether clients that connect find both sockets of this daemon."""
+        return self._claim.is_reachable and self.side_channel.is_reachable
+
+    def open_to_group(self) -> None:
+        """Let owner and group connect; call this when the gRPC server has bound the address."""
+        self._claim.open_to_group()
+
+    async def restore(self, listen: Listen) -> str:
+        """Make the lock file and the sockets again that are gone; `listen` starts a gRPC server.
+
+        Returns:
+            Why clients cannot connect; empty if they can.
+        """
+        was_reachable = self.is_reachable
+        try:
+            self._claim.claim()
+            if not self._claim.is_reachable:
+                await listen([self.address])
+                self._claim.open_to_group()
+            if not self.side_channel.is_reachable:
+                self.side_channel.bind_again()
+        except (ConfigError, OSError) as error:
+            return "" if was_reachable else str(error)
+        if not was_reachable:
+            log_event("socket made again", {"path": str(self.address.path)}, logging.WARNING)
+        return ""
+
+    def close(self) -> None:
+        """Disconnect the clients of the side channel; remove the sockets and the lock file."""
+        self.side_channel.close()
+        self._claim.give_up()
+
+
+async def watch_listeners(
+    listeners: Sequence[UnixListener],
+    listen: Listen,
+    set_serving: Callable[[bool], Awaitable[None]],
+) -> None:
+    """Check the listeners every second, without end, and restore those that are gone.
+
+    Args:
+        listeners: bound.
+        listen: starts a gRPC server at addresses whose paths are free.
+        set_serving: is called with False when a listener cannot be restored, and with True when
+            all are reachable again.
+    """
+    problem = ""
+    while True:
+        await asyncio.sleep(_CHECK_EVERY_S)
+        before = problem
+        problem = "; ".join([text for each in listeners if (text := await each.restore(listen))])
+        if problem and problem != before:
+            log_event("socket lost", {"reason": problem}, logging.ERROR)
+        if bool(problem) != bool(before):
+            await set_serving(not problem)
+
+
+async def watch_credentials(credentials: Credentials) -> None:
+    """Have certificates and tokens read again when their files change, without end."""
+    threads = DaemonThreads(1, "gyre-credentials")
+    while credentials.have_files:
+        await asyncio.sleep(_REFRESH_EVERY_S)
+        await threads.run(credentials.refresh)
+
 
 # After the drain, how long calls may take to end. Clients have been told to leave, so calls that
 # are open then are stuck; a longer grace only delays the exit.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
-from gyre_daemon.memory.arena import Arena
+from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.transforms.chain import Chain
 from gyre_daemon.transforms.transform import Field, Transform
 from gyre_daemon.workers.exchange import Exchange

@@ -24,14 +24,14 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import GyreError
-from gyre_daemon.memory.arena_registry import ArenaRegistry
+from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.planner import Order
-from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.service import control
+from gyre_daemon.runtime.threads import FairExecutor
+from gyre_daemon.service.loader import batches as batches_of
 from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.reservations import Reservations
 from gyre_daemon.sessions.session import Sent, Session
@@ -174,7 +174,7 @@ async def _read(session: Session, duration_s: float) -> tuple[int, int]:
     while time.perf_counter() < end:
         first = await session.next_news()
         assert isinstance(first, Sent)
-        message = control.batches(session, first)
+        message = batches_of(session, first)
         message.SerializeToString()
         num_sent = sum(len(group.cursors.own) for group in message.batches.groups)
         for group in message.batches.groups:

@@ -27,7 +27,7 @@ import asyncio, ctypes, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from gyre_daemon.monitoring.metrics import CacheCounts
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import NodeCache

@@ -26,7 +26,7 @@ import uvloop
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location

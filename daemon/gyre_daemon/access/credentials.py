@@ -1,13 +1,296 @@
-"""The daemon's own credentials, and those of its callers over TCP."""
+"""The daemon's own credentials, and those of its callers over TCP.
+
+TLS checks a certificate once, when a connection begins, and a connection may last for weeks.
+
+A file has a token a line, perhaps followed by the time at which it expires (RFC 3339):
+
+    # for the nightly runs
+    0iVxZ2PvJm3nYc7bqLr5TgKd8WsAeHfU  2027-01-31T00:00:00Z
+
+Several lines let a new token be handed out before the old one is taken away.
+"""
 
 import contextlib
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import ssl
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from math import inf
+from pathlib import Path
 
-from gyre_daemon.access.expiry import expires_at
-from gyre_daemon.access.tokens import TokenStore
 from gyre_daemon.config import DaemonConfig
-from gyre_daemon.errors import NotAuthenticated
-from gyre_daemon.runtime.certificates import CertificateFiles
+from gyre_daemon.errors import ConfigError, NotAuthenticated, Overloaded
+from gyre_daemon.runtime.events import Bucket, log_event
+from gyre_daemon.runtime.ownership import CertificateFiles, FileStamp, read_file, stamp_of
+
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+_TWENTIETH_CENTURY = 50  # UTCTime has two digits of the year; from here on they are of 19xx
+
+
+@lru_cache(maxsize=1024)
+def expires_at(chain: bytes) -> float:
+    """When the first of the certificates in a PEM text ends, in seconds since the epoch.
+
+    Raises:
+        NotAuthenticated: they are not certificates.
+    """
+    try:
+        ends = [_not_after(ssl.PEM_cert_to_DER_cert(each)) for each in _PEM.findall(chain.decode())]
+        return min(ends)
+    except (ValueError, IndexError) as error:
+        raise NotAuthenticated("the client's certificate cannot be read") from error
+
+
+def _not_after(certificate: bytes) -> float:
+    tbs, _ = _value(_value(certificate, 0, _SEQUENCE)[0], 0, _SEQUENCE)
+    at = _value(tbs, 0)[1] if tbs[0] == _VERSION else 0
+    for _ in ("serial number", "signature", "issuer"):
+        _, at = _value(tbs, at)
+    validity, _ = _value(tbs, at, _SEQUENCE)
+    _, at = _value(validity, 0)  # not before
+    kind = validity[at]
+    text = _value(validity, at)[0].decode("ascii")
+    if kind == _UTC_TIME:
+        text = ("19" if int(text[:2]) >= _TWENTIETH_CENTURY else "20") + text
+    elif kind != _GENERALIZED_TIME:
+        raise ValueError("no time")
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
+
+
+def _value(data: bytes, at: int, kind: int | None = None) -> tuple[bytes, int]:
+    """The contents of the DER element at a place, and where the next one begins."""
+    if kind is not None and data[at] != kind:
+        raise ValueError("another element")
+    size, begin = data[at + 1], at + 2
+    if size & 0x80:
+        num_bytes = size & 0x7F
+        size = int.from_bytes(data[begin : begin + num_bytes])
+        begin += num_bytes
+    if begin + size > len(data):
+        raise ValueError("cut off")
+    return data[begin : begin + size], begin + size
+
+
+# Failures of one address to answer with their reason: ten at once, then one in six seconds.
+# A job whose token has expired needs one. The addresses that failed last are remembered.
+_FAILURES, _FAILURES_PER_S = 10.0, 1 / 6
+_MAX_ADDRESSES = 4096
+# Lines of the log, for all addresses together.
+_LINES, _LINES_PER_S = 20.0, 1 / 3
+_IPV6_NETWORK_BITS = 64  # one host's usual network
+
+
+class FailureLimit:
+    """Counts refused credentials by address.
+
+    It never stands in the way of a valid credential: users of one machine, who share an address,
+    cannot lock each other out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._lines = Bucket(_LINES, _LINES_PER_S, clock())
+        self._num_unlogged = 0
+
+    def refuse(self, address: str, reason: NotAuthenticated) -> NotAuthenticated | Overloaded:
+        """Count and log a failure.
+
+        Args:
+            address: the caller's IP address.
+            reason: why the credential is refused.
+
+        Returns:
+            The error to send: the reason or, after too many, that there were too many.
+        """
+        now = self._clock()
+        key = _network(address)
+        bucket = self._buckets.pop(key, None)
+        if bucket is None:
+            bucket = Bucket(_FAILURES, _FAILURES_PER_S, now)
+        self._buckets[key] = bucket
+        while len(self._buckets) > _MAX_ADDRESSES:
+            self._buckets.popitem(last=False)
+        self._log(address, reason, now)
+        if bucket.take(now):
+            return reason
+        return Overloaded(
+            f"too many calls from {address} had no valid credential; check the token, and try "
+            f"again in {bucket.wait_s:.0f} s",
+            {"retry_after_s": f"{bucket.wait_s:.1f}"},
+        )
+
+    def _log(self, address: str, reason: NotAuthenticated, now: float) -> None:
+        if not self._lines.take(now):
+            self._num_unlogged += 1
+            return
+        facts: dict[str, object] = {"address": address, "reason": reason}
+        if self._num_unlogged:
+            facts["not_logged_before"] = self._num_unlogged
+            self._num_unlogged = 0
+        log_event("authentication failed", facts, logging.WARNING)
+
+
+def _network(address: str) -> str:
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if ip.version == 4:
+        return address
+    return str(ipaddress.ip_network((ip, _IPV6_NETWORK_BITS), strict=False))
+
+
+# RFC 6750, section 2.1. With 32 characters, a token cannot be found by trying, however fast.
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+_MIN_CHARS, _MAX_CHARS = 32, 4096
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    name: str
+    digest: bytes
+    expires: float  # seconds since the epoch; infinity for never
+
+
+class TokenStore:
+    """The tokens of all files, by name. The files are read again when they change."""
+
+    def __init__(self, files: Mapping[str, str], clock: Callable[[], float] = time.time) -> None:
+        """Read all files.
+
+        Args:
+            files: by the name that their tokens stand for.
+            clock: seconds since the epoch.
+
+        Raises:
+            ConfigError: a name or a file cannot be used, or two names have one token.
+        """
+        self._clock = clock
+        self._files = {name: Path(path) for name, path in files.items()}
+        for name in self._files:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"tokens: the name {name!r:.100} must have 1 to 64 letters, digits, `_`, `.` "
+                    "or `-`"
+                )
+        self._stamps: dict[str, FileStamp | None] = {}
+        self._tokens: dict[str, tuple[_Token, ...]] = {}
+        for name in self._files:
+            self._read(name)
+
+    def __bool__(self) -> bool:
+        return bool(self._files)
+
+    def refresh(self) -> None:
+        """Read the changed files again, and log the differences.
+
+        The tokens of a file that was removed are no longer valid. Of a file that cannot be used,
+        the earlier tokens stay valid.
+        """
+        for name, path in self._files.items():
+            before = self._stamps[name]
+            if stamp_of(path) == before:
+                continue
+            if (stamp := stamp_of(path)) is None:
+                self._stamps[name], self._tokens[name] = None, ()
+                log_event("tokens removed", {"name": name, "path": path}, logging.WARNING)
+                continue
+            try:
+                self._read(name)
+            except ConfigError as error:
+                self._stamps[name] = stamp
+                log_event("tokens refused", {"name": name, "reason": error}, logging.ERROR)
+            else:
+                log_event("tokens reloaded", {"name": name, "tokens": len(self._tokens[name])})
+
+    def name_of(self, token: str) -> str:
+        """The name that a token stands for. It is compared with all tokens, in constant time.
+
+        Raises:
+            NotAuthenticated: no file has the token, or it has expired.
+        """
+        digest, found = _digest(token), None
+        for each in self._all():
+            if hmac.compare_digest(each.digest, digest):
+                found = each
+        if found is None:
+            raise NotAuthenticated("this daemon does not know the token that was sent")
+        if found.expires <= self._clock():
+            raise NotAuthenticated(f"the token {found.name!r} has expired; ask for a new one")
+        return found.name
+
+    def expiries(self) -> dict[str, float]:
+        """When the last token of each name expires, in seconds since the epoch, unless never."""
+        last = {
+            name: max((each.expires for each in tokens), default=0.0)
+            for name, tokens in list(self._tokens.items())
+        }
+        return {name: at for name, at in last.items() if at < inf}
+
+    def _all(self) -> Iterator[_Token]:
+        for tokens in list(self._tokens.values()):
+            yield from tokens
+
+    def _read(self, name: str) -> None:
+        """Take the tokens of one file over."""
+        path = self._files[name]
+        stamp = stamp_of(path)
+        text = read_file(path, f"tokens.{name}", is_secret=True).decode(errors="replace")
+        lines = [line.split() for line in text.splitlines()]
+        tokens = tuple(
+            _parse(name, f"line {number} of {path}", words)
+            for number, words in enumerate(lines, 1)
+            if words and not words[0].startswith("#")
+        )
+        if not tokens:
+            raise ConfigError(f"tokens.{name}: {path} has no token")
+        others = {each.digest: each.name for each in self._all() if each.name != name}
+        for token in tokens:
+            if token.digest in others:
+                raise ConfigError(
+                    f"tokens.{name}: a token of {path} is also one of "
+                    f"tokens.{others[token.digest]}; each name needs its own"
+                )
+        self._stamps[name], self._tokens[name] = stamp, tokens
+
+
+def _parse(name: str, where: str, words: list[str]) -> _Token:
+    token, *rest = words
+    if not (_MIN_CHARS <= len(token) <= _MAX_CHARS and _TOKEN.fullmatch(token)):
+        raise ConfigError(
+            f"tokens.{name}: {where} must begin with a token of at least {_MIN_CHARS} letters, "
+            "digits or any of `._~+/-`, such as `openssl rand -hex 32` makes"
+        )
+    return _Token(name, _digest(token), _expiry(name, where, rest) if rest else inf)
+
+
+def _expiry(name: str, where: str, words: list[str]) -> float:
+    try:
+        (text,) = words
+        expires = datetime.fromisoformat(text)
+        if expires.tzinfo is None:
+            raise ValueError
+    except ValueError as error:
+        raise ConfigError(
+            f"tokens.{name}: {where} must have the time of expiry, with its time zone, behind the "
+            "token, such as 2027-01-31T00:00:00Z, or nothing"
+        ) from error
+    return expires.timestamp()
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
 @dataclass(frozen=True, slots=True)

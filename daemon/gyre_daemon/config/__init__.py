@@ -25,8 +25,7 @@ from gyre_daemon.config.schema import (
     PackConfig,
     UserLimits,
 )
-from gyre_daemon.config.sizes import Size, parse_size
-from gyre_daemon.config.tables import check_keys, parse_options
+from gyre_daemon.config.tables import Size, check_keys, parse_options, parse_size
 
 __all__ = [
     "ENVIRONMENT_PREFIX",

@@ -1,13 +1,22 @@
-"""Reads a configuration: a TOML file, overridden by `GYRE_*` variables, then by flags."""
+"""Reads a configuration: a TOML file, overridden by `GYRE_*` variables, then by flags.
 
-from collections.abc import Mapping, Sequence
+So a daemon reads the same data wherever it was started. Where the file is a link, its folder is
+that of the link. Paths in the environment and in flags count from the working directory, as those
+of other programs do.
+"""
+
+import difflib
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gyre_daemon.config.file import misspelt_variables, read_toml
+from gyre_protos.toml import parse_toml
+
 from gyre_daemon.config.mixtures import check_sources, parse_mixture
-from gyre_daemon.config.paths import dataset_from_folder, from_folder, scalars_from_folder
 from gyre_daemon.config.schema import (
     DaemonConfig,
     DatasetConfig,
@@ -18,8 +27,147 @@ from gyre_daemon.config.schema import (
     Text,
     UserLimits,
 )
-from gyre_daemon.config.tables import build, check_keys, convert, converted
+from gyre_daemon.config.tables import build, check_keys, convert, converted, has_secret
 from gyre_daemon.errors import ConfigError
+
+# A dataset takes some 200 bytes, so this is room for 20,000; a higher limit only delays the error
+# for another kind of file.
+_MAX_BYTES = 4 << 20
+# Other variables of the programs and the examples, by how they begin.
+_OTHER_PROGRAMS = (
+    "GYRE_ADDRESS", "GYRE_DATA", "GYRE_TLS", "GYRE_TOKEN", "GYRE_TRACEBACK", "GYRE_TRAIN",
+)  # fmt: skip
+_CLOSE = 0.8
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The table of a file, and a warning if others may read the secrets in it.
+
+    Never waits for another process, as a pipe would.
+
+    Raises:
+        ConfigError: it cannot be read, is no regular file, is too large, or is not TOML.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(
+                    f"cannot read the configuration {path}: it is a pipe, a socket or a device. "
+                    "Name a regular file, which a reload can read again."
+                )
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(
+            f"the configuration {path} is larger than {_MAX_BYTES >> 20} MiB; is it the right file?"
+        )
+    try:
+        table = parse_toml(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {_reason(error)}") from error
+    return table, _exposed(path, found.st_mode, table)
+
+
+def misspelt_variables(environment: Iterable[str], known: Sequence[str]) -> list[str]:
+    """A warning for each variable that nearly has the name of one that the daemon reads."""
+    warnings = []
+    for name in sorted(environment):
+        if name in known or not name.startswith("GYRE_") or name.startswith(_OTHER_PROGRAMS):
+            continue
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE):
+            warnings.append(
+                f"the environment has {name[:80]!r}, which nothing reads; did you mean {close[0]}?"
+            )
+    return warnings
+
+
+def _exposed(path: Path, mode: int, table: Mapping[str, Any]) -> list[str]:
+    readers = [who for who, bit in (("its group", 0o040), ("all users", 0o004)) if mode & bit]
+    datasets = table.get("datasets", {})
+    if not readers or not isinstance(datasets, dict):
+        return []
+    names = [
+        name
+        for name, dataset in datasets.items()
+        if isinstance(dataset, dict) and has_secret(dataset.get("storage"))
+    ]
+    if not names:
+        return []
+    warning = (
+        f"{path} holds secrets, such as those of dataset `{names[0]}`, and {' and '.join(readers)} "
+        f"may read it (mode {stat.S_IMODE(mode):04o}); `chmod 0600` it and give it to the "
+        "daemon's user, or hand the secrets in through the environment"
+    )
+    return [warning]
+
+
+def _reason(error: Exception) -> str:
+    """Why text is not TOML; a decoder's message would repeat bytes."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    return str(error)
+
+
+_KEYS = (
+    "index_dir", "cache_dir", "unpack_dir", "report_dir", "audit_log", "tls_certificate", "tls_key",
+    "tls_client_ca",
+)  # fmt: skip
+_STORAGE_KEYS = (
+    "ca_file", "token_file", "service_account", "service_account_path", "google_service_account",
+    "google_service_account_path", "application_credentials", "google_application_credentials",
+)  # fmt: skip
+_UNIX = "unix:"
+# A brace list with an absolute path among its choices.
+_ABSOLUTE_CHOICES = re.compile(r"\{+(?:[^{}]*,\{*)?/")
+_BRACES, _WILDCARDS = re.compile(r"[\\{}]"), re.compile(r"[*?[]")
+
+
+def from_folder(folder: Path, path: str) -> str:
+    """A path as seen from a folder; an empty or absolute one, or a URL, stays as it is."""
+    is_url = "://" in path or "::" in path or path.startswith("pipe:")
+    if not path or is_url or Path(path).is_absolute():
+        return path
+    return f"{folder}/{path}"  # with all slashes and dots that it has
+
+
+def scalars_from_folder(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Converted values by key; paths, also those of sockets, are seen from a folder."""
+    found: dict[str, Any] = {
+        key: from_folder(folder, values[key]) for key in _KEYS if key in values
+    }
+    if "listen" in values:
+        found["listen"] = tuple(_address(folder, text) for text in values["listen"])
+    return {**values, **found}
+
+
+def dataset_from_folder(folder: Path, dataset: DatasetConfig) -> DatasetConfig:
+    """A dataset whose shards, and files that its storage needs, are seen from a folder."""
+    files = {
+        key: from_folder(folder, path)
+        for key in _STORAGE_KEYS
+        if isinstance(path := dataset.storage.get(key), str)
+    }
+    uri = _uri_from_folder(folder, dataset.uri)
+    return replace(dataset, uri=uri, storage={**dataset.storage, **files})
+
+
+def _uri_from_folder(folder: Path, uri: str) -> str:
+    """As `from_folder`; braces and wildcards count in the URI alone, not in the folder's name."""
+    if _ABSOLUTE_CHOICES.match(uri):
+        return uri
+    name = _BRACES.sub(r"\\\g<0>", str(folder))
+    if _WILDCARDS.search(uri):
+        name = _WILDCARDS.sub(r"[\g<0>]", name)
+    return from_folder(Path(name), uri)
+
+
+def _address(folder: Path, text: str) -> str:
+    path = text.removeprefix(_UNIX)
+    return _UNIX + from_folder(folder, path) if text.startswith(_UNIX) else text
+
 
 Origin = Literal["default", "file", "environment", "flag"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from gyre_daemon.config.load import SCALAR_KEYS, EffectiveConfig
 from gyre_daemon.config.mixtures import KEYS_OF_DATASETS
 from gyre_daemon.config.schema import DatasetConfig
-from gyre_daemon.config.secrets import is_secret
+from gyre_daemon.config.tables import is_secret
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 # Fields of a dataset printed in another way than under their names.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from gyre_daemon.config.machine_memory import default_memory_budget
-from gyre_daemon.config.sizes import Size
+from gyre_daemon.config.tables import Size
 from gyre_daemon.errors import ConfigError
 
 MAX_PREFETCH_BATCHES = 1024

@@ -1,16 +1,111 @@
-"""Makes dataclasses of tables: values of the annotated types, or an error that names the key."""
+"""Makes dataclasses of tables: values of the annotated types, or an error that names the key.
+
+Storage keys and passwords stand in the same file as all else, and a line that was moved by mistake
+puts one under any other key.
+"""
 
 import difflib
+import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from gyre_daemon.config.secrets import shown
-from gyre_daemon.config.sizes import parse_size
 from gyre_daemon.errors import ConfigError
+
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
+_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
+_MAX_SIZE = 1 << 60  # an EiB; anything larger is a slip of the unit
+
+
+class Size(int):
+    """A number of bytes.
+
+    In TOML an integer, or text such as "64MiB" (2^20 bytes each) or "64MB" (10^6 bytes each).
+    """
+
+
+def parse_size(text: str | int) -> Size:
+    """Bytes from an integer or text such as "1.5GiB" or "1GB", rounded down to whole bytes.
+
+    Raises:
+        ValueError: it is neither, or its unit is unknown.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    if not match or match[2] not in _UNIT_BYTES or ("." in match[1] and match[2] in ("", "B")):
+        raise ValueError(
+            'expected a number of bytes such as 1073741824, "512MiB" (binary) or "1GB" (decimal)'
+        )
+    size = Size(Fraction(match[1]) * _UNIT_BYTES[match[2]])
+    if size > _MAX_SIZE:
+        raise ValueError(f"expected at most {_MAX_SIZE} bytes, an EiB")
+    return size
+
+
+_SECRET_KEY = re.compile(
+    r"secret|token(?!_dtype|izer|s$)|passw|credential|signature|private|\bsas\b|_key\b|\bkey\b",
+    re.IGNORECASE,
+)
+# Text to show: a word or a number with its unit. Secrets are longer, or mix both.
+_PLAIN = re.compile(r"[A-Za-z]{0,8}|-?[0-9.,]{1,20} ?[A-Za-z]{0,8}")
+
+
+def shown(value: object, key: str) -> str:
+    """A value for a message about its key; only its kind if it may be a secret."""
+    if not is_secret(key) and _is_plain(value):
+        return f"{value!r:.200}"
+    if isinstance(value, str):
+        return f"a text of {len(value)} characters"
+    kinds = {dict: "a table", list: "a list", int: "a number", float: "a number"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value of a key, as messages name it, may be a secret."""
+    name = key.partition(" in ")[0]
+    return ".storage" in name or bool(_SECRET_KEY.search(name.rpartition(".")[2]))
+
+
+def hide(text: str, settings: Mapping[str, Any]) -> str:
+    """A driver's message without the values of its settings."""
+    for value in sorted({str(each) for each in _leaves(settings)}, key=len, reverse=True):
+        if len(value) > 2:
+            text = text.replace(value, "***")
+    return text
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return len(value) < 10 and all(map(_is_plain, [*value, *value.values()]))
+    if isinstance(value, list):
+        return len(value) < 10 and all(map(_is_plain, value))
+    return not isinstance(value, str) or bool(_PLAIN.fullmatch(value))
+
+
+def has_secret(settings: object) -> bool:
+    """Whether a table, or one in it, has a value under a key that names a secret."""
+    if not isinstance(settings, dict):
+        return False
+    return any(
+        has_secret(value) or (value and _SECRET_KEY.search(key)) for key, value in settings.items()
+    )
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
 
 Options = TypeVar("Options")
 

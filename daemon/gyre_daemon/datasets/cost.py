@@ -14,8 +14,8 @@ import numpy as np
 
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import Extents, SampleIndex
+from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import Order
-from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.base import MAX_GAP_BYTES

@@ -14,10 +14,9 @@ from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixture import MixedSource, Mixture
-from gyre_daemon.order.packing import PackRule, pack_documents
-from gyre_daemon.order.sequences import Sequences
+from gyre_daemon.order.packing import PackRule, Sequences, pack_documents
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.order.substitutes import NO_SAMPLES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

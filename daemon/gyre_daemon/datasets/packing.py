@@ -19,8 +19,7 @@ from gyre_daemon.datasets.mixed_packing import MixedSequences, pack_sources
 from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixture import Mixture
-from gyre_daemon.order.packing import PACKING_VERSION, PackRule, pack_documents
-from gyre_daemon.order.sequences import Sequences
+from gyre_daemon.order.packing import PACKING_VERSION, PackRule, Sequences, pack_documents
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # Fields that a packed dataset adds to the packed one.

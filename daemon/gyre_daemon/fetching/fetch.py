@@ -10,26 +10,366 @@ fields that must be checked or converted are visited one by one.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.codecs import first_unknown_id, unknown_id
+from gyre_daemon.datasets.codecs import CODECS, Codec, first_unknown_id, unknown_id
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import indexed_fields, stored_fields
+from gyre_daemon.datasets.formats import Extents, FieldSpec, indexed_fields, stored_fields
+from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
-from gyre_daemon.fetching.packed import locate_packed, write_packed
-from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
+from gyre_daemon.fetching.packed import PackedRows, lay_out_packed, locate_packed, write_packed
+from gyre_daemon.memory.arenas import Slot
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import Draws, Reads
+from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
+from gyre_daemon.storage.base import Draws, NextUse, Reads, WritableArena
 from gyre_daemon.storage.delays import Delays
+
+
+class Place(Protocol):
+    """Memory that a batch group is read into, such as a slot."""
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it, writable."""
+
+    @property
+    def address(self) -> int:
+        """The address of its first byte."""
+
+    @property
+    def arena(self) -> WritableArena:
+        """The owner of the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A batch group, laid out and not yet read.
+
+    Attributes:
+        plan: the sample ids of its batches.
+        extents: where the samples lie in storage, batch after batch; where sequences are packed,
+            their documents.
+        layout: where the samples go in the slot.
+        rows: the parts of each sequence, where the dataset is packed.
+        draws: of all that is read, where that depends on chance; None for those of seed 0.
+    """
+
+    plan: GroupPlan
+    extents: Extents
+    layout: GroupLayout
+    rows: PackedRows | None = None
+    draws: Draws | None = None
+
+    @property
+    def ids(self) -> Int64Array:
+        """Int64 [n], the samples to read, or the documents of packed sequences."""
+        return self.plan.sample_ids.reshape(-1) if self.rows is None else self.rows.documents
+
+    def part(self, begin: int, end: int) -> "Fetch":
+        """The batches `[begin, end)` of the group; they keep their places in the slot."""
+        size = self.plan.sample_ids.shape[1]
+        which, rows = slice(begin * size, end * size), None
+        if self.rows is not None:
+            which = self.rows.which(begin * size, end * size)
+            rows = self.rows.part(begin * size, end * size)
+        plan, layout = self.plan[begin:end], self.layout.part(begin, end)
+        draws = self.draws and self.draws.part(which)
+        return Fetch(plan, self.extents.part(which), layout, rows, draws)
+
+    def drawn(self, seed: int, epochs: Int64Array) -> "Fetch":
+        """The same, with the job's seed and the epoch of each sample, int64 [K, B]."""
+        epochs = epochs.reshape(-1)
+        if self.rows is not None:
+            epochs = np.repeat(epochs, np.diff(self.rows.bounds))
+        return replace(self, draws=Draws(seed, epochs))
+
+
+def packed_fetches(
+    packed: Packed, plan: GroupPlan, num_together: int, rows: PackedRows, extents: Extents
+) -> list[Fetch]:
+    """Lay out batches of packed sequences in groups of `num_together`.
+
+    Args:
+        packed: how the sequences are packed.
+        plan: the sample ids of the batches.
+        num_together: the batches of a group.
+        rows: the parts of all samples of the plan.
+        extents: where the parts of their documents lie in storage.
+    """
+    size, fetches = plan.sample_ids.shape[1], []
+    for begin in range(0, len(plan), num_together):
+        some = plan[begin : begin + num_together]
+        first, end = begin * size, (begin + len(some)) * size
+        its, located = rows.part(first, end), extents.part(rows.which(first, end))
+        fetches.append(Fetch(some, located, lay_out_packed(packed, its, some), its))
+    return fetches
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class BatchGroup:
+    """The batches of successive steps, complete and never changed again.
+
+    Attributes:
+        plan: the sample ids of the batches.
+        layout: where the batches and their tensors lie in the slot.
+        slot: the memory that the group owns.
+    """
+
+    plan: GroupPlan
+    layout: GroupLayout
+    slot: Slot
+
+    def part(self, steps: range) -> "BatchGroup":
+        """The batches of some of its steps; their bytes stay where they are."""
+        if len(steps) == len(self.plan):
+            return self
+        begin, end = steps.start - self.plan.first_step, steps.stop - self.plan.first_step
+        return BatchGroup(self.plan[begin:end], self.layout.part(begin, end), self.slot)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all batches, without the padding between them."""
+        return sum(batch.num_bytes for batch in self.layout.batches)
+
+    @property
+    def payloads(self) -> list[memoryview]:
+        """The bytes of each batch, as views of the slot."""
+        pairs = zip(self.layout.batches, self.layout.offsets.tolist(), strict=True)
+        return [self.slot.memory[offset : offset + batch.num_bytes] for batch, offset in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Tells a cache about the later reads of a job; see `Reads`.
+
+    Attributes:
+        block_bytes: the approximate size of the blocks of the order; 0 lets the cache choose.
+        next_use: says in how many samples the job reads each of some blocks; None if unknown.
+    """
+
+    block_bytes: int = 0
+    next_use: NextUse | None = None
+
+
+NOTHING_AHEAD = Ahead()
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """n consecutive samples of a batch group with F stored fields, across its batches.
+
+    Attributes:
+        sample_ids: int64 [n].
+        slot: the memory that the samples go to.
+        shard: int64 [n], the number of each sample's shard.
+        start: int64 [n, F], the byte of the shard at which each stored field begins.
+        stored: int64 [n, F], the sizes of the stored fields in bytes.
+        target: int64 [n, F], the addresses of the fields in the slot.
+        reserved: int64 [n, F], the bytes reserved for each field in the slot.
+        absent: bool [n, F], which samples lack which fields; None if no field is optional.
+        schema: int64 [n], the number of the schema of each; None if there is only one.
+    """
+
+    sample_ids: Int64Array
+    slot: Place
+    shard: Int64Array
+    start: Int64Array
+    stored: Int64Array
+    target: Int64Array
+    reserved: Int64Array
+    absent: npt.NDArray[np.bool_] | None
+    schema: Int64Array | None
+
+    @classmethod
+    def of(
+        cls, ids: Int64Array, all_extents: Extents, layout: GroupLayout, slot: Place, some: slice
+    ) -> "Samples":
+        """Some samples of a laid out batch group; `ids` are those of all."""
+        destinations, extents = layout.destinations[some], all_extents.part(some)
+        return cls(
+            ids[some],
+            slot,
+            extents.shard,
+            extents.start,
+            extents.size,
+            destinations[:, :, 0] + slot.address,
+            destinations[:, :, 1] - destinations[:, :, 0],
+            extents.absent,
+            extents.schema,
+        )
+
+    def lacking(self, column: int) -> npt.NDArray[np.bool_] | None:
+        """Bool [n], which samples lack a field; None if none does."""
+        if self.absent is None or not self.absent[:, column].any():
+            return None
+        return self.absent[:, column]
+
+    def offsets(self, column: int) -> list[int]:
+        """Where a field's bytes begin in the slot, for each sample."""
+        offsets: list[int] = (self.target[:, column] - self.slot.address).tolist()
+        return offsets
+
+    def clear(self, column: int, lacking: npt.NDArray[np.bool_]) -> None:
+        """Write zeros for samples that lack a field."""
+        offsets, sizes = self.offsets(column), self.reserved[:, column].tolist()
+        for sample in np.flatnonzero(lacking).tolist():
+            begin, size = offsets[sample], sizes[sample]
+            self.slot.memory[begin : begin + size] = bytes(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory for stored bytes of one field that are not part of its tensor, such as a header.
+
+    Attributes:
+        memory: uint8.
+        ends: int64 [n + 1]; sample i has the bytes `[ends[i], ends[i + 1])` of the memory.
+    """
+
+    memory: npt.NDArray[np.uint8]
+    ends: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class StoredField:
+    """How a stored field lies in its shards.
+
+    Attributes:
+        forms: the field as each schema stores it, with its codec; one if all store it alike.
+    """
+
+    forms: Sequence[tuple[FieldSpec, Codec]]
+
+    @classmethod
+    def of(cls, spec: FieldSpec) -> "StoredField":
+        """From the field of a dataset."""
+        forms = [spec.form(number) for number in range(max(1, len(spec.forms)))]
+        return cls([(form, CODECS[form.codec]) for form in forms])
+
+    @property
+    def finishes(self) -> bool:
+        """Whether bytes must be checked or converted once they are there."""
+        return any(codec.finish or spec.codec == "ids" for spec, codec in self.forms)
+
+    def misfits(self, samples: Samples, column: int) -> npt.NDArray[np.bool_]:
+        """Bool [n], which samples cannot be such a field; see `Codec.misfits`."""
+        stored, reserved = samples.stored[:, column], samples.reserved[:, column]
+        if len(self.forms) == 1:
+            return self.forms[0][1].misfits(stored, reserved)
+        found = np.zeros(len(stored), np.bool_)
+        for codec, some in self._by_schema(samples):
+            found[some] = codec.misfits(stored[some], reserved[some])
+        return found
+
+    def scratch_bytes(self, samples: Samples, column: int) -> Int64Array | None:
+        """Int64 [n], see `Codec.scratch_bytes`."""
+        stored, reserved = samples.stored[:, column], samples.reserved[:, column]
+        if len(self.forms) == 1:
+            codec = self.forms[0][1]
+            return codec.scratch_bytes(stored, reserved) if codec.scratch_bytes else None
+        found = np.zeros(len(stored), np.int64)
+        for codec, some in self._by_schema(samples):
+            if codec.scratch_bytes:
+                found[some] = codec.scratch_bytes(stored[some], reserved[some])
+        return found
+
+    def of_each(self, samples: Samples) -> Iterable[tuple[FieldSpec, Codec]]:
+        """How each sample stores the field."""
+        if len(self.forms) == 1:
+            return itertools.repeat(self.forms[0], len(samples.shard))
+        assert samples.schema is not None
+        return (self.forms[number] for number in samples.schema.tolist())
+
+    def _by_schema(self, samples: Samples) -> Iterator[tuple[Codec, Int64Array]]:
+        """The samples of each schema, and how these store the field."""
+        assert samples.schema is not None
+        for number in np.unique(samples.schema).tolist():
+            yield self.forms[number][1], np.flatnonzero(samples.schema == number)
+
+
+MAX_KEPT = 4096  # batch groups: some minutes of a busy daemon, in about 1 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTiming:
+    """The record of the batches of steps `[first_step, stop_step)`, which were read together.
+
+    Attributes:
+        dataset: the name of the dataset.
+        job: the job for which they were read: that of the shared stream's owner.
+        user: whose job it is.
+        readers: the users whose sessions read them from the shared stream; one that joins it later
+            is added when it takes them.
+        rank: the rank whose part of the global batches they are.
+        world_size: the number of ranks.
+        first_step: the first step.
+        stop_step: the step after the last.
+        begun_at: when they were begun, on the daemon's clock.
+        total_s: the seconds from then until they were complete.
+        is_awaited: whether a trainer had nothing to read when they were complete.
+        delays: the waits of their reads.
+        error: why one of them failed; empty if none did.
+    """
+
+    dataset: str
+    job: str
+    user: str
+    readers: set[str]
+    rank: int
+    world_size: int
+    first_step: int
+    stop_step: int
+    begun_at: float
+    total_s: float
+    is_awaited: bool
+    delays: Delays
+    error: str
+
+
+class BatchTimings:
+    """The timings of the last batch groups of all shared streams."""
+
+    def __init__(self, max_kept: int = MAX_KEPT) -> None:
+        self._kept: deque[BatchTiming] = deque(maxlen=max_kept)
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    def add(self, timing: BatchTiming) -> None:
+        """Keep one more; where there are too many, the oldest goes."""
+        self._kept.append(timing)
+
+    def find(
+        self, dataset: str, step: int, job: str = "", reader: str | None = None
+    ) -> Sequence[BatchTiming]:
+        """The timings of a step, the newest first.
+
+        Args:
+            dataset: its name.
+            step: one of those that were read together.
+            job: of this job only; empty for all.
+            reader: count this user's sessions alone; None for all users.
+        """
+        return [
+            each
+            for each in reversed(self._kept)
+            if each.dataset == dataset
+            and each.first_step <= step < each.stop_step
+            and job in ("", each.job)
+            and (reader is None or reader in each.readers)
+        ]
+
 
 _Integers = npt.NDArray[np.int64]
 _Columns = tuple[_Integers, _Integers, _Integers, _Integers]  # start, size, target, sample
@@ -277,7 +617,7 @@ class _GroupReads:
     def part(self, which: slice) -> Reads:
         """Compute the reads of some samples.
 
-        The part with the first sample also writes the tensors that are not read from storage, such
+        The part with the first sample also writes the tensors with other sources than storage, such
         as `sample_id`; packed sequences get theirs at last, in a thread.
         """
         fetch = self._fetch

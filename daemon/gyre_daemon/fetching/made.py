@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import StorageUnavailable
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
+from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import BlockCache, Draws, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap

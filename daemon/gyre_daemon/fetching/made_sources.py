@@ -15,7 +15,7 @@ from typing import Any
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.fetching.made import MadeStorage
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import (
     KeptDataset,

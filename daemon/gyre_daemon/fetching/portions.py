@@ -17,17 +17,15 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import Extents, stored_fields
 from gyre_daemon.errors import CorruptSample, Overloaded
-from gyre_daemon.fetching.batch_group import Ahead, Fetch
-from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.fetching.fetch import Ahead, Fetch, Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import Claims, FairExecutor
+from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.dtypes import name_of
-from gyre_daemon.transforms.messages import ENCODER, Done, Input, Kind, Output, Portion
+from gyre_daemon.transforms.messages import ENCODER, Done, Input, Kind, Output, Portion, name_of
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import SampleFailed
 from gyre_daemon.workers.exchange import Exchange, pages
@@ -82,7 +80,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class PortionPlan:
-    """n samples that are read together, to be transformed or measured.
+    """n samples, read together to be transformed or measured.
 
     Attributes:
         sample_ids: int64 [n].
@@ -90,7 +88,7 @@ class PortionPlan:
         extents: where they are stored.
         urgency: among the portions of a job the lowest goes first; the first step of a batch group.
             Those that need it may come to need it more urgently.
-        lengths: int64 [n, R], the elements of each ragged field that is made; None to measure them.
+        lengths: int64 [n, R], the elements of each ragged output field; None to measure them.
         keeps: whether samples made to be measured are wanted, as far as there is room.
     """
 
@@ -331,7 +329,7 @@ class PortionReader:
         return lengths
 
     def _made_bytes(self, num: int, lengths: Int64Array | None) -> Iterator[Int64Array]:
-        """Of each field that is made, int64 [n], the bytes of each sample."""
+        """Of each output field, int64 [n], the bytes of each sample."""
         column = 0
         for spec in self._dataset.made:
             elements = np.ones(num, np.int64)

@@ -1,6 +1,6 @@
 """Plans the steps of a shared stream ahead, and reads its batch groups.
 
-A batch group is one batch, or several small ones that are laid out in one slot and read together.
+A batch group is one batch, or several small ones, laid out in one slot and read together.
 """
 
 import asyncio
@@ -15,19 +15,16 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import first_error
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, BatchGroup, Fetch
-from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, BatchGroup, Fetch, Fetcher
 from gyre_daemon.fetching.layout import BatchLayout, GroupLayout
 from gyre_daemon.fetching.transformed import TransformingFetcher
-from gyre_daemon.memory.arena import Slot
+from gyre_daemon.memory.arenas import Slot
 from gyre_daemon.memory.share import Share
 from gyre_daemon.order.balance import CostRule
-from gyre_daemon.order.next_uses import NEVER
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.quotas import Phase
-from gyre_daemon.order.stages import Stage
-from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.order.steps import NEVER, GroupPlan, Stage
+from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import BlockCache
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset

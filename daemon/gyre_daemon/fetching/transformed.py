@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import rows_of, write_packed
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion, Staging
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
+from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
@@ -40,7 +40,7 @@ class _Into:
         fetch: the batch group.
         begin: the portion's first sample, counted over the batches of the group.
         slot: of the group.
-        told: int64 [n, R], gets the elements of each ragged field that is made, where these were
+        told: int64 [n, R], gets the elements of each ragged output field, where these were
             not measured.
     """
 
@@ -99,7 +99,7 @@ class TransformingFetcher:
         return fetches
 
     def _lengths(self, ids: Int64Array) -> Int64Array:
-        """Int64 [n, R], the elements of the ragged fields that are made."""
+        """Int64 [n, R], the elements of the ragged output fields."""
         if self._dataset.measured:
             return self._dataset.measured.lengths[ids].astype(np.int64)
         return np.empty((len(ids), 0), np.int64)
@@ -238,7 +238,7 @@ class TransformingFetcher:
         return layout
 
     def _without_gaps(self, fetch: Fetch, slot: Place, told: Int64Array) -> GroupLayout:
-        """Move samples together that are shorter than their limits.
+        """Move samples together if they are shorter than their limits.
 
         All move to lower addresses, in the order of these, so none overwrites another.
 

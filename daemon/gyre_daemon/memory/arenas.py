@@ -1,4 +1,4 @@
-"""The memory of one shared stream: slots in several arenas.
+"""Arenas: memory files divided into slots, those of one shared stream, and those of the daemon.
 
 [Note: The life of a slot] The kernel needs about a second to allocate a few GiB of fresh memory. So
 the first arena is small, and all threads allocate it together. The rest of the share follows piece
@@ -6,18 +6,336 @@ by piece, one arena whenever a batch group finds no slot; a trainer faster than 
 never needs most of it. A slot is taken for a batch group before the group is read. The group owns
 the slot until no consumer needs any of its batches (`Free` in `sessions.stream_state`); then the
 slot is put back. Code that reads or writes in a slot meanwhile holds a lease of the arena; see
-[Note: Who owns an arena] in `arena`.
+[Note: Who owns an arena].
+
+[Note: Who owns an arena] A shared stream makes an arena and closes it. Code that reads or writes
+there holds a lease: a thread while its work runs, a coroutine while it waits for bytes that land
+there, a payload until it was sent. When the arena is closed and the last lease was returned, the
+memory is given back at once, even if a frame or a traceback still refers to a slot. An arena that
+is still being made when its stream ends is closed by the task that makes it.
+
+[Note: Arenas that clients keep] A client gets a descriptor that only reads. The daemon cannot see
+how the client uses it: it may keep it after it said that it has unmapped the arena, or pass it on
+to another process. So an arena that was handed over counts against the budget, and against the
+users who were handed it, until the kernel says that the file is gone.
 """
 
 import asyncio
-from collections.abc import Callable
+import bisect
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
-from gyre_daemon.memory.arena import Arena, Slot
-from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.share import Share
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.memory.memfile import FileWatch, MemoryFile
+from gyre_daemon.memory.share import Share, whole_pages
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import FairExecutor, Flow, in_thread
+from gyre_daemon.storage.base import ArenaClosed
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """The memory of one batch group.
+
+    Attributes:
+        arena: the arena that the slot is a part of.
+        offset_bytes: where it begins in the arena.
+        memory: writable, whole pages, at least as long as was asked for. Only the holder of a lease
+            of the arena may touch it.
+        address: of its first byte.
+    """
+
+    arena: "Arena"
+    offset_bytes: int
+    memory: memoryview
+    address: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The slot's capacity."""
+        return self.memory.nbytes
+
+
+class Arena:
+    """Slots for batches in one memory file; [Note: Who owns an arena] says who frees it.
+
+    Attributes:
+        key: its name, which no other arena of this process has or had.
+        num_bytes: its size.
+        address: of its first byte.
+        held_bytes: size of the taken slots.
+        is_closed: no further batch is put here.
+        is_kept: whether a client was handed it and the kernel has not said that it is gone.
+    """
+
+    def __init__(
+        self, num_bytes: int, budget: Budget | None = None, files: FileWatch | None = None
+    ) -> None:
+        """Map an empty file; `allocate` gives it memory, `seal` makes slots available.
+
+        Args:
+            num_bytes: at least, rounded up to whole pages.
+            budget: told about bytes kept by clients; see [Note: Arenas that clients keep].
+            files: tells when the file is gone.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+        """
+        self.key = new_key()
+        self.num_bytes = whole_pages(num_bytes)
+        self._file = MemoryFile(self.num_bytes)
+        self.address = self._file.address
+        # (offset, length) of every free range, sorted, none touching the next
+        self._free = [(0, self.num_bytes)]
+        self.held_bytes = 0
+        self._budget = budget or Budget(0)
+        self._files = files or FileWatch()
+        self._users: frozenset[str] = frozenset()  # names of those who were handed it
+        self._clients: list[Callable[[Arena], None]] = []  # once for each mapping
+        self.is_closed = self.is_kept = False
+        self._when_unmapped: list[Callable[[], object]] = []
+        self._when_gone: list[Callable[[], object]] = []
+        self._lock = threading.Lock()  # guards the number of leases
+        self._num_leases = 1  # the maker's, until `close`
+
+    @property
+    def descriptor(self) -> int:
+        """The file's descriptor; -1 once the memory is given back."""
+        return self._file.descriptor
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        """Hold a lease inside the block. In any thread.
+
+        Raises:
+            ArenaClosed: the memory was given back, so no reader waits for the bytes.
+        """
+        if not self.acquire():
+            raise ArenaClosed
+        try:
+            yield
+        finally:
+            self.release()
+
+    def acquire(self) -> bool:
+        """Take a lease, returned by `release`; False where the memory is gone. In any thread."""
+        with self._lock:
+            self._num_leases += self._num_leases > 0
+            return self._num_leases > 0
+
+    def release(self) -> None:
+        """Return a lease; the last one gives the memory back. In any thread."""
+        with self._lock:
+            self._num_leases -= 1
+            if self._num_leases:
+                return
+        self._file.close()
+        for act in self._when_unmapped:
+            act()
+
+    def allocate(self, begin: int, end: int) -> None:
+        """Give the bytes `[begin, end)` memory; see `MemoryFile.allocate`.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+            ArenaClosed: the arena was closed meanwhile.
+        """
+        with self.lease():
+            self._file.allocate(begin, end)
+
+    def seal(self) -> None:
+        """Seal the file, see `MemoryFile.seal`; from now on slots can be taken."""
+        self._file.seal()
+
+    def take(self, num_bytes: int) -> Slot | None:
+        """Take the first free slot of at least `num_bytes`, or None where none is large enough."""
+        needed = whole_pages(num_bytes)
+        for index, (offset, length) in enumerate(self._free):
+            if length >= needed:
+                self._free[index : index + 1] = (
+                    [(offset + needed, length - needed)] if length > needed else []
+                )
+                self.held_bytes += needed
+                return Slot(
+                    self, offset, self._file.memory[offset : offset + needed], self.address + offset
+                )
+        return None
+
+    def put_back(self, slot: Slot) -> None:
+        """Make a slot free for another batch group; no thread or client may touch it any more."""
+        begin, end = slot.offset_bytes, slot.offset_bytes + slot.num_bytes
+        self.held_bytes -= slot.num_bytes
+        index = bisect.bisect(self._free, (begin,))
+        if index < len(self._free) and self._free[index][0] == end:
+            end += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        self._free.insert(index, (begin, end - begin))
+
+    def when_unmapped(self, act: Callable[[], object]) -> None:
+        """Call `act` once the memory is unmapped, in the thread that returns the last lease."""
+        self._when_unmapped.append(act)
+
+    def when_gone(self, act: Callable[[], object]) -> None:
+        """Call `act` on the event loop once no client keeps the arena; call it only if one does."""
+        self._when_gone.append(act)
+
+    def close(self) -> None:
+        """Put no further batch here, and give the memory back with the last lease.
+
+        As long as a client may keep the arena, it counts as abandoned. A second call changes
+        nothing.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._free.clear()
+        if self.is_kept:
+            self._budget.abandon(self.num_bytes, self._users)
+        self.leave()
+        self.release()
+
+    def open_for(self, user: str) -> int:
+        """A descriptor for a client of this user; the caller closes it.
+
+        Raises:
+            OSError: no descriptor is left, or the kernel cannot tell when the arena is gone.
+        """
+        if not self.is_kept:
+            self._files.add(self.descriptor, self._file_gone)
+        descriptor = self._file.open_for_reading()
+        if self.is_closed:  # and leased: a slow peer is still to be sent a batch
+            if self.is_kept:
+                self._budget.regain(self.num_bytes, self._users)
+            self._budget.abandon(self.num_bytes, self._users | {user})
+        self.is_kept = True
+        self._users |= {user}
+        return descriptor
+
+    def leave(self) -> None:
+        """Tell clients that no further batch is put here, so that they unmap it."""
+        for on_left in set(self._clients):
+            on_left(self)
+
+    def add_client(self, on_left: "Callable[[Arena], None]") -> None:
+        """Count a client that maps the arena; `on_left` tells it when it should unmap it."""
+        self._clients.append(on_left)
+
+    def remove_client(self, on_left: "Callable[[Arena], None]") -> None:
+        """Count a client no longer, which has unmapped the arena, as it says."""
+        self._clients.remove(on_left)
+
+    def _file_gone(self) -> None:
+        self.is_kept = False
+        self._budget.regain(self.num_bytes, self._users)
+        for act in self._when_gone:
+            act()
+
+
+# Closed arenas keep their memory until their leases are returned and copy workers have unmapped
+# them, for some 10 ms. A new arena waits for that room, but is made after this time all the same: a
+# read that hangs keeps its lease, and other sessions must not wait for it.
+_MAX_WAIT_FOR_ROOM_S = 2.0
+
+
+class ArenaRegistry:
+    """All arenas of a daemon that have memory, closed ones included.
+
+    Attributes:
+        num_bytes: size of those arenas.
+        files: tells when an arena that clients were handed is gone.
+    """
+
+    def __init__(self, limit_bytes: int, copy_workers: CopyWorkers = NO_COPY_WORKERS) -> None:
+        self.num_bytes = 0
+        self.files = FileWatch()
+        self._limit_bytes = limit_bytes
+        self._copy_workers = copy_workers
+        self._own: set[Arena] = set()  # those that this process or its copy workers map
+        self._in_copy_workers: set[Arena] = set()
+        self._unmapping: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, arena: Arena) -> None:
+        """Count an arena until no process has its memory any more."""
+        self.num_bytes += arena.num_bytes
+        self._own.add(arena)
+        loop = asyncio.get_running_loop()
+        arena.when_unmapped(partial(_call_in, loop, partial(self._unmapped, arena)))
+
+    def map_in_copy_workers(self, arena: Arena) -> None:
+        """Have copy workers map an arena before it is sealed; waits until each is idle.
+
+        Raises:
+            ArenaClosed: the arena was closed meanwhile.
+        """
+        with arena.lease():
+            self._in_copy_workers.add(arena)
+            self._copy_workers.map(arena.key, arena.descriptor)
+
+    async def room(self, num_bytes: int) -> None:
+        """Wait until `num_bytes` more are within the limit, but no longer than some seconds.
+
+        The budget has promised them, so they are about to be given back.
+        """
+        if self.num_bytes + num_bytes <= self._limit_bytes:
+            return
+        log_event(
+            "memory not given back yet", {"mapped_bytes": self.num_bytes, "needed_bytes": num_bytes}
+        )
+        await self._wait_until(lambda: self.num_bytes + num_bytes <= self._limit_bytes)
+
+    async def settle(self) -> None:
+        """Wait until this process has given back all closed arenas, for some seconds at most.
+
+        Then only arenas that clients keep count as abandoned.
+        """
+        await self._wait_until(lambda: not any(arena.is_closed for arena in self._own))
+
+    async def _wait_until(self, holds: Callable[[], bool]) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_WAIT_FOR_ROOM_S):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _unmapped(self, arena: Arena) -> None:
+        if arena not in self._in_copy_workers:
+            self._given_back(arena)
+            return
+        self._in_copy_workers.remove(arena)
+        task = asyncio.create_task(self._unmap(arena))
+        self._unmapping.add(task)
+        task.add_done_callback(self._unmapping.discard)
+
+    async def _unmap(self, arena: Arena) -> None:
+        await in_thread(partial(self._copy_workers.unmap, arena.key), "gyre-unmap")
+        self._given_back(arena)
+
+    def _given_back(self, arena: Arena) -> None:
+        self.files.look()
+        self._own.remove(arena)
+        if arena.is_kept:
+            arena.when_gone(partial(self._count_down, arena.num_bytes))
+            self._changed.set()
+        else:
+            self._count_down(arena.num_bytes)
+
+    def _count_down(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self._changed.set()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    """Call something on the event loop, from any thread, unless the daemon ends."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(act)
+
 
 # An arena has about this many bytes, and at least one batch group. If it is larger, a trainer that
 # is a little slow makes the daemon allocate more memory than it needs; if smaller, more file

@@ -7,7 +7,13 @@ It never changes afterwards.
 
 from dataclasses import dataclass
 
-from gyre_daemon.memory.pages import whole_pages
+_PAGE_BYTES = 4096
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The number of bytes, rounded up to whole pages."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
 
 # A window of one batch, one in the queue, and one that the client keeps.
 _LEAST_SLOTS = 3

@@ -3,8 +3,8 @@
 gRPC cannot pass descriptors and does not say which process calls. So a client that can share memory
 connects here first. The kernel says which process and user it is, and the client gets a token that
 its gRPC calls carry. It stays connected as long as it may read the arenas: so the daemon knows when
-their batches may be overwritten, even if the client was killed. See `file_watch` for when an arena
-is gone.
+their batches may be overwritten, even if the client was killed. [Note: Arenas that clients keep] in
+`arenas` says when an arena is gone.
 """
 
 import asyncio
@@ -21,10 +21,9 @@ from pathlib import Path
 
 from gyre_daemon.access.principal import Principal, peer_principal
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.memory.arena import Arena
-from gyre_daemon.runtime.descriptors import SpareDescriptor
+from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.runtime.limits import SpareDescriptor, descriptor_shares
 
 SUFFIX = ".side"
 # A client takes a descriptor, so their number is bounded. Where `accept` fails although the spare

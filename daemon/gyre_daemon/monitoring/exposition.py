@@ -19,10 +19,16 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gyre_daemon.monitoring.declared import families_of, gauge, labelled
-from gyre_daemon.monitoring.jobs import JobKey, SessionGauges, SessionTotals
-from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
+from gyre_daemon.monitoring.metrics import (
+    JobKey,
+    Metrics,
+    SessionGauges,
+    SessionTotals,
+    families_of,
+    gauge,
+    labelled,
+)
+from gyre_daemon.runtime.liveness import BOUNDS_S, LoopLag
 
 _LOOP_DEADLINE_S = 5.0  # a loop later than this has worse trouble than a missing scrape
 

@@ -22,8 +22,8 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.runtime.listen import TcpAddress
+from gyre_daemon.runtime.liveness import LoopLag
 
 # Each connection has a thread, so their number bounds the resources that strangers can take. A
 # connection whose request is not there after _TIMEOUT_S is closed, and one that takes no answer for

@@ -1,17 +1,438 @@
-"""The counters of a daemon, each declared with its name and its meaning where it is a field.
+"""The counters of a daemon, its jobs and its sessions, each with its name and meaning. Pure.
 
-A metric is two lines: a field here, or in `jobs` if it counts by job, and the line that counts.
-Prometheus and `gyre status` get all of them from the fields. A field that is a dataclass brings its
-own metrics; one that is a mapping has a series for each key.
+If a window is full on average, the trainer cannot keep up; if it is empty, the storage cannot. A
+look now and then shows neither, since the window changes with every batch. So integrals over time
+are kept: any two readings give the mean between them, for any number of observers. The caller
+brings the clock.
+
+Clients choose the names of jobs, and a loader without one makes one up, so the number of jobs that
+have separate counters must be bounded. Beyond `MAX_JOBS`, a new job replaces the one that has been
+without a session for longest. If all have sessions, the new job's session is counted under `OTHERS`
+until it closes, so that no counter falls while it is read.
+
+Batches are sent in groups that may be seconds apart, so the number sent in a second is no rate. The
+client reports now and then how many batches its trainer has taken. Between two such reports, some
+ten seconds apart, the rate is exact.
+
+A metric is two lines: a field here, in `SessionTotals` if it counts by job, and the line that
+counts. Prometheus and `gyre status` get all of them from the fields. A field that is a dataclass
+brings its own metrics; one that is a mapping has a series for each key.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
+from operator import add, sub
+from typing import Any, Literal, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.monitoring.declared import counter, gauge, labelled
-from gyre_daemon.monitoring.jobs import Jobs
+
+_Family = CounterMetricFamily | GaugeMetricFamily
+
+_METRIC, _LABELS = "metric", "labels"  # keys of a field's metadata
+
+
+def counter(name: str, text: str, **labels: str) -> Any:
+    """A field that counts from 0.
+
+    Args:
+        name: of the metric, without `_total`.
+        text: its meaning.
+        labels: that tell fields of one name apart.
+    """
+    return field(default=0, metadata={_METRIC: (CounterMetricFamily, name, text, labels)})
+
+
+def gauge(name: str, text: str, default: float = 0, **labels: str) -> Any:
+    """A field with a present value; see `counter`."""
+    return field(default=default, metadata={_METRIC: (GaugeMetricFamily, name, text, labels)})
+
+
+def labelled(*names: str, of: Any = None) -> Any:
+    """A mapping with a series for each key.
+
+    Args:
+        names: of the labels, whose values are the parts of a key.
+        of: `counter(...)` or `gauge(...)` if the values are numbers; otherwise they are
+            dataclasses with metrics.
+    """
+    metadata = {**(of.metadata if of else {}), _LABELS: names}
+    return field(default_factory=dict, metadata=metadata)
+
+
+def families_of(values: object) -> list[_Family]:
+    """All metrics of a dataclass, in order of their first fields."""
+    families: dict[str, _Family] = {}
+    for (make, name, text, _), labels, value in _series(values, {}):
+        if name not in families:
+            families[name] = make(name, text, labels=list(labels))
+        families[name].add_metric(list(labels.values()), float(value))
+    return list(families.values())
+
+
+def _series(values: Any, labels: Mapping[str, str]) -> Iterator[tuple[Any, dict[str, str], Any]]:
+    for each in fields(values):
+        value, names = getattr(values, each.name), each.metadata.get(_LABELS)
+        if names is None:
+            yield from _of_value(each.metadata.get(_METRIC), value, labels)
+        else:
+            for key, of_key in value.items():
+                parts = key if isinstance(key, tuple) else (key,)
+                own = dict(zip(names, map(str, parts), strict=True))
+                yield from _of_value(each.metadata.get(_METRIC), of_key, {**labels, **own})
+
+
+def _of_value(
+    metric: Any, value: Any, labels: Mapping[str, str]
+) -> Iterator[tuple[Any, dict[str, str], Any]]:
+    if metric:
+        yield metric, {**labels, **metric[3]}, value
+    elif is_dataclass(value):
+        yield from _series(value, labels)
+
+
+# Weight of the past when a batch group is added, so that about ten groups count. With many more, it
+# would show late that a cache has become warm; with fewer, single slow reads would show.
+_KEPT = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class WindowTimes:
+    """Integrals over time since a session's start; they never fall.
+
+    Attributes:
+        ready_batch_s: of the number of ready batches, in batch-seconds.
+        size_batch_s: of the window's size, in batch-seconds; `ready_batch_s / size_batch_s` is the
+            mean occupancy, in [0, 1].
+        wait_storage_s: seconds with credit and no next batch, since storage had not answered.
+        wait_trainer_s: seconds with a next batch that was ready and no credit.
+        wait_processor_s: seconds with credit and no next batch, since no processor had copied or
+            decoded it.
+    """
+
+    ready_batch_s: float = counter(
+        "gyre_job_window_ready_batch_seconds",
+        "Ready batches in a job's prefetch windows, integrated over time.",
+    )
+    size_batch_s: float = counter(
+        "gyre_job_window_size_batch_seconds",
+        "Sizes of a job's prefetch windows, integrated over time.",
+    )
+    wait_storage_s: float = counter(
+        "gyre_job_wait_for_storage_seconds",
+        "Time in which a trainer would have taken a batch, and storage had not answered.",
+    )
+    wait_trainer_s: float = counter(
+        "gyre_job_wait_for_trainer_seconds",
+        "Time in which a batch was ready, and no trainer took it.",
+    )
+    wait_processor_s: float = counter(
+        "gyre_job_wait_for_processor_seconds",
+        "Time in which a trainer would have taken a batch that waited for a processor.",
+    )
+
+    def __add__(self, other: "WindowTimes") -> "WindowTimes":
+        return WindowTimes(*map(add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: "WindowTimes") -> "WindowTimes":
+        return WindowTimes(*map(sub, astuple(self), astuple(other)))
+
+
+class Occupancy:
+    """Integrates the state of one session's window."""
+
+    def __init__(self, now: float) -> None:
+        """The window is empty and no client waits, until the first `note`.
+
+        Args:
+            now: in seconds of a monotonic clock, as everywhere here.
+        """
+        self._since = now
+        self._num_ready = self._size = 0
+        self._is_batch_late = self._is_trainer_late = False
+        self._storage_share = 1.0
+        self._times = WindowTimes()  # up to `_since`
+
+    def note(
+        self,
+        now: float,
+        num_ready: int,
+        size: int,
+        num_credits: int,
+        *,
+        is_head_ready: bool,
+        storage_share: float = 1.0,
+    ) -> None:
+        """Set the window's state from `now` on.
+
+        Args:
+            now: not before that of the last call.
+            num_ready: batches ready but not sent.
+            size: of the window, in batches; near the end of a stream, the batches still to be sent
+                if they are fewer.
+            num_credits: batches that the client would take.
+            is_head_ready: whether the next batch to be sent is ready.
+            storage_share: how much of the wait for the next batch counts as waiting for storage, in
+                [0, 1]; see `StorageShare`.
+        """
+        self._times = self.at(now)
+        self._since, self._num_ready, self._size = now, num_ready, size
+        self._storage_share = storage_share
+        self._is_batch_late = num_credits > 0 and size > 0 and not is_head_ready
+        self._is_trainer_late = num_credits == 0 and is_head_ready
+
+    def at(self, now: float) -> WindowTimes:
+        """The integrals up to `now`."""
+        times, elapsed_s = self._times, now - self._since
+        late_s = elapsed_s if self._is_batch_late else 0.0
+        return WindowTimes(
+            times.ready_batch_s + self._num_ready * elapsed_s,
+            times.size_batch_s + self._size * elapsed_s,
+            times.wait_storage_s + late_s * self._storage_share,
+            times.wait_trainer_s + (elapsed_s if self._is_trainer_late else 0.0),
+            times.wait_processor_s + late_s * (1.0 - self._storage_share),
+        )
+
+
+class StorageShare:
+    """The share of storage in the time that the last batches took to become ready.
+
+    The rest is copying, checking and decoding, or waiting for a processor to do it.
+    """
+
+    def __init__(self, *, until_known: float) -> None:
+        """Nothing was read yet; `until_known` in [0, 1] is the share until something was."""
+        self._until_known = until_known
+        self._storage_s = self._total_s = 0.0
+
+    def add(self, storage_s: float, total_s: float) -> None:
+        """Add a batch group that took `total_s`, with `storage_s` of it in storage."""
+        self._storage_s = self._storage_s * _KEPT + min(storage_s, total_s)
+        self._total_s = self._total_s * _KEPT + total_s
+
+    @property
+    def value(self) -> float:
+        """The share, in [0, 1]."""
+        return self._storage_s / self._total_s if self._total_s > 0 else self._until_known
+
+
+MAX_JOBS = 64  # each has some 15 time series in Prometheus
+
+
+class JobKey(NamedTuple):
+    """A job, whose name is unique among those of one user.
+
+    Attributes:
+        user: whose job it is: the name of a principal.
+        name: as the client chose it.
+    """
+
+    user: str
+    name: str
+
+
+OTHERS = JobKey("", "_others")  # all jobs without separate counters
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTotals:
+    """Totals of a session; the sum of two is that of both.
+
+    Attributes:
+        num_batches: how many were sent.
+        num_bytes: payload of those batches.
+        times: of the prefetch window.
+        trainer_waited_s: how long the trainer had no batch to go on with, as the client reports.
+        num_substitutes: samples that were sent in place of corrupt ones.
+    """
+
+    num_batches: int = counter("gyre_job_batches_sent", "Batches sent to the trainers of a job.")
+    num_bytes: int = counter(
+        "gyre_job_sent_bytes", "Payload of the batches sent to the trainers of a job."
+    )
+    times: WindowTimes = field(default_factory=WindowTimes)
+    trainer_waited_s: float = counter(
+        "gyre_job_trainer_starved_seconds",
+        "Time in which a trainer stood still for want of a batch.",
+    )
+    num_substitutes: int = counter(
+        "gyre_job_substitutes_sent",
+        "Samples sent to the trainers of a job in place of corrupt ones.",
+    )
+
+    def __add__(self, other: "SessionTotals") -> "SessionTotals":
+        return SessionTotals(
+            self.num_batches + other.num_batches,
+            self.num_bytes + other.num_bytes,
+            self.times + other.times,
+            self.trainer_waited_s + other.trainer_waited_s,
+            self.num_substitutes + other.num_substitutes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGauges:
+    """Present state of a session; the sum of two is that of both.
+
+    Attributes:
+        num_sessions: how many it is the state of.
+        num_ready: batches ready but not sent.
+        num_held: batches that trainers were sent and have not released.
+        window_batches: size of the prefetch window.
+        memory_bytes: held by batches.
+        memory_limit_bytes: reserved for batches.
+    """
+
+    num_sessions: int = gauge("gyre_job_sessions", "Sessions of a job: its ranks on this node.")
+    num_ready: int = gauge("gyre_job_window_ready_batches", "Ready batches that were not sent.")
+    num_held: int = gauge(
+        "gyre_job_held_batches", "Batches that trainers have and did not release."
+    )
+    window_batches: int = gauge(
+        "gyre_job_window_size_batches", "Batches that may be in flight or ready."
+    )
+    memory_bytes: int = gauge("gyre_job_memory_bytes", "Memory held by a job's batches.")
+    memory_limit_bytes: int = gauge(
+        "gyre_job_memory_reserved_bytes", "Memory reserved for its batches."
+    )
+
+    def __add__(self, other: "SessionGauges") -> "SessionGauges":
+        return SessionGauges(*map(add, astuple(self), astuple(other)))
+
+
+@dataclass(slots=True)
+class _Job:
+    past: SessionTotals = field(default_factory=SessionTotals)
+    num_open: int = 0
+
+
+class Jobs:
+    """The jobs with separate counters, and the totals of their closed sessions."""
+
+    def __init__(self, max_jobs: int = MAX_JOBS) -> None:
+        self._max_jobs = max_jobs
+        # jobs without a session stand in the order in which they lost it
+        self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
+
+    def open(self, key: JobKey) -> JobKey:
+        """Count a session that opens.
+
+        Returns:
+            The job that the session is counted under until it is closed.
+        """
+        if key not in self._jobs and not self._make_room():
+            key = OTHERS
+        self._jobs.setdefault(key, _Job()).num_open += 1
+        return key
+
+    def close(self, key: JobKey, totals: SessionTotals) -> None:
+        """Keep the totals of a session that was counted under this job and has ended."""
+        job = self._jobs[key]
+        job.past += totals
+        job.num_open -= 1
+        self._jobs.move_to_end(key)
+
+    def totals(
+        self, live: Iterable[tuple[JobKey, SessionTotals]]
+    ) -> Mapping[JobKey, SessionTotals]:
+        """The totals of each job, over its closed and its open sessions.
+
+        Args:
+            live: for each open session, the job that it is counted under and its totals now.
+        """
+        sums = {key: job.past for key, job in self._jobs.items()}
+        for key, totals in live:
+            sums[key] += totals
+        return sums
+
+    def __iter__(self) -> Iterator[JobKey]:
+        return iter(self._jobs)
+
+    def _make_room(self) -> bool:
+        """Forget an idle job if there are too many; False where all have sessions."""
+        keys = [key for key in self._jobs if key != OTHERS]
+        if len(keys) < self._max_jobs:
+            return True
+        idle = next((key for key in keys if not self._jobs[key].num_open), None)
+        if idle is None:
+            return False
+        del self._jobs[idle]
+        return True
+
+
+# Rates are means over SPAN_S. With half of it, a job of one batch per second would be shown 4, 5 or
+# 6 of them; with twice as much, a change would show after half a minute. Marks are MIN_GAP_S apart,
+# so that a session keeps some twenty. Clients report every second while batches are taken; after
+# SILENCE_S without a report, none was.
+SPAN_S = 10.0
+MIN_GAP_S = 0.5
+SILENCE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lately:
+    """The rates and waits of a session in its last seconds.
+
+    Attributes:
+        elapsed_s: how many seconds these are.
+        batches_per_s: how many batches the trainer took.
+        bytes_per_s: payload of those batches.
+        times: of the prefetch window, in these seconds.
+        trainer_waited_s: how long the trainer had no batch, in these seconds.
+    """
+
+    elapsed_s: float
+    batches_per_s: float
+    bytes_per_s: float
+    times: WindowTimes
+    trainer_waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    at: float
+    num_taken: int
+    totals: SessionTotals
+
+
+class Recorder:
+    """Remembers where a session stood at some moments of the last `SPAN_S`."""
+
+    def __init__(self, now: float) -> None:
+        """The session begins at `now`, in seconds of a monotonic clock as everywhere here."""
+        self._marks = deque([_Mark(now, 0, SessionTotals())])
+
+    def is_due(self, now: float) -> bool:
+        """Whether the last mark is old enough for another one."""
+        return now - self._marks[-1].at >= MIN_GAP_S
+
+    def mark(self, now: float, num_taken: int, totals: SessionTotals) -> None:
+        """Remember that the trainer has taken `num_taken` batches so far, and the totals."""
+        self._marks.append(_Mark(now, num_taken, totals))
+        self._forget(now)
+
+    def at(self, now: float, totals: SessionTotals) -> Lately:
+        """The last `SPAN_S` before `now`, or the time since the session began if shorter."""
+        self._forget(now)
+        first, last = self._marks[0], self._marks[-1]
+        is_silent = last is first or now - last.at > SILENCE_S
+        counted_s = (now if is_silent else last.at) - first.at
+        batches_per_s = (last.num_taken - first.num_taken) / counted_s if counted_s > 0 else 0.0
+        mean_bytes = totals.num_bytes / totals.num_batches if totals.num_batches else 0.0
+        return Lately(
+            now - first.at,
+            batches_per_s,
+            batches_per_s * mean_bytes,
+            totals.times - first.totals.times,
+            totals.trainer_waited_s - first.totals.trainer_waited_s,
+        )
+
+    def _forget(self, now: float) -> None:
+        while len(self._marks) > 1 and self._marks[1].at <= now - SPAN_S:
+            self._marks.popleft()
+
 
 RequestKind = Literal["read", "list", "stream"]
 # How a request ended. ok: its bytes were used. refused: it was answered with 429 or 503, or could

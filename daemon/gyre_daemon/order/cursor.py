@@ -19,11 +19,18 @@ from gyre_protos.text import counted
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule
-from gyre_daemon.order.mixture_state import MixtureState, decoded
+from gyre_daemon.order.mixture import MixtureState, decoded
 from gyre_daemon.order.planner import MAX_POSITION, Order, OrderMode, Tail
 from gyre_daemon.order.shuffle.permutation import ALGORITHM_VERSION
-from gyre_daemon.order.skipping import SkippedSteps, are_skipped, before, contains, in_words
-from gyre_daemon.order.stages import Stage, is_growth
+from gyre_daemon.order.steps import (
+    SkippedSteps,
+    Stage,
+    are_skipped,
+    before,
+    contains,
+    in_words,
+    is_growth,
+)
 
 _MAGIC = b"GYRE"
 _HEAD = struct.Struct("<4sI")  # the magic number, and the CRC-32 of the rest

@@ -3,20 +3,173 @@
 Documents are packed in windows of a keyed permutation, so memory for the work is bounded. Which
 documents share a sequence follows from their lengths, the seed and the window alone. It is the same
 in every epoch; the order then shuffles the sequences anew for each.
+
+Documents of one length are alike, so whole groups of them are put into whole groups of sequences:
+the work grows with the number of different lengths and not with that of documents.
 """
 
+import bisect
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.best_fit import best_fit
-from gyre_daemon.order.sequences import Sequences
 from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """M parts of documents, sequence after sequence.
+
+    Attributes:
+        documents: int64 [M], the document of each part.
+        begins: int64 [M], the token of its document at which each part begins; None where all parts
+            begin at 0.
+        lengths: int32 [M], the tokens of each part, at least 1.
+        bounds: int64 [P + 1], the first part of each sequence, and M.
+        num_empty: documents without tokens, which are in no sequence.
+        num_overlong: documents that were left out or cut.
+    """
+
+    documents: Int64Array
+    begins: Int64Array | None
+    lengths: Int32Array
+    bounds: Int64Array
+    num_empty: int
+    num_overlong: int
+
+    @property
+    def num_samples(self) -> int:
+        """P, the number of sequences."""
+        return len(self.bounds) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all documents, as far as they are in sequences."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def parts_of(self, sequences: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The numbers of the parts of n sequences, and int64 [n + 1], where each one's begin."""
+        first = self.bounds[sequences]
+        counts = self.bounds[sequences + 1] - first
+        bounds = np.concatenate(([0], np.cumsum(counts)))
+        return np.arange(bounds[-1]) + np.repeat(first - bounds[:-1], counts), bounds
+
+    def most_parts(self, num_samples: int) -> int:
+        """An upper bound of the parts of this many samples at successive places of an order.
+
+        The places may begin in one epoch and end in another.
+        """
+        whole = max(0, num_samples // self.num_samples - 1)
+        half = min(-(-(num_samples - whole * self.num_samples) // 2), self.num_samples)
+        counts = np.diff(self.bounds)
+        largest = np.partition(counts, len(counts) - half)[len(counts) - half :]
+        return whole * len(self.documents) + 2 * int(largest.sum())
+
+
+class Fitted(NamedTuple):
+    """P sequences of parts.
+
+    Attributes:
+        numbers: int64 [M], the parts, sequence after sequence.
+        counts: int64 [P], how many parts each sequence has.
+    """
+
+    numbers: Int64Array
+    counts: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """The parts in equally filled sequences.
+
+    before: the parts put there before.
+    length: of the parts put there last.
+        length: of the parts that were put there last.
+        each: how many of them each sequence has.
+    """
+
+    before: "_Filling | None"
+    length: int
+    each: int
+
+
+_Group = tuple[int, _Filling]  # the number of sequences filled alike, and their parts
+
+
+def best_fit(lengths: Int64Array, capacity: int) -> Fitted:
+    """Best-fit decreasing.
+
+    Within a sequence longer parts come first; parts of one length are used in the order in which
+    they are given.
+
+    Args:
+        lengths: int64 [M], in `[1, capacity]`.
+        capacity: the tokens that a sequence has room for.
+    """
+    by_length = np.argsort(lengths, kind="stable")
+    distinct, counts = np.unique(lengths, return_counts=True)
+    next_of = dict(zip(distinct.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
+    nothing = np.empty(0, np.int64)
+    numbers, sizes = [nothing], [nothing]
+    for count, filling in _groups(distinct[::-1].tolist(), counts[::-1].tolist(), capacity):
+        columns: list[Int64Array] = []
+        last: _Filling | None = filling
+        while last:
+            begin, end = next_of[last.length], next_of[last.length] + last.each * count
+            next_of[last.length] = end
+            columns.append(by_length[begin:end].reshape(count, last.each))
+            last = last.before
+        rows = np.concatenate(columns[::-1], axis=1)
+        numbers.append(rows.reshape(-1))
+        sizes.append(np.full(count, rows.shape[1]))
+    return Fitted(np.concatenate(numbers), np.concatenate(sizes))
+
+
+def _groups(lengths: list[int], counts: list[int], capacity: int) -> Iterator[_Group]:
+    """The sequences that best-fit decreasing makes of these numbers of parts, lengths falling."""
+    room: list[int] = []  # the different numbers of free tokens, in rising order
+    groups: dict[int, list[_Group]] = {}
+
+    def add(free: int, group: _Group) -> None:
+        if free not in groups:
+            groups[free] = []
+            bisect.insort(room, free)
+        groups[free].append(group)
+
+    def take(free: int) -> _Group:
+        group = groups[free].pop()
+        if not groups[free]:
+            del groups[free]
+            room.remove(free)
+        return group
+
+    for length, count in zip(lengths, counts, strict=True):
+        left = count
+        while left:
+            fullest = bisect.bisect_left(room, length)
+            if fullest < len(room):
+                free = room[fullest]
+                num_sequences, filling = take(free)
+            else:
+                free, num_sequences, filling = capacity, left, None
+            # the fullest sequence stays the fullest until the next part does not fit there
+            each = min(free // length, left)
+            num_filled = min(num_sequences, left // each)
+            if filling and num_filled < num_sequences:
+                add(free, (num_sequences - num_filled, filling))
+            add(free - each * length, (num_filled, _Filling(filling, length, each)))
+            left -= num_filled * each
+    for free in room:
+        yield from groups[free]
+
 
 Overlong = Literal["fail", "drop", "truncate", "split"]
 

@@ -1,17 +1,68 @@
-"""The daemon's log: one event per line on standard error.
+"""The daemon's log: events on standard error, the audit log, and the lines of gRPC's core.
 
 Lines are JSON for programs, or text for a person at a terminal. An event has facts, which are short
 values and never credentials.
+
+The audit log says who opened which dataset, from which process, how much was read, and what was
+refused. Its lines are events of the log. They are also written to a file of their own where
+the operator names one. The file is for the daemon's user only. It is opened again on SIGHUP, so it
+can be rotated by renaming it. A thread writes it, because its file system may hang.
+
+Lines of gRPC's core become events: nothing else says why a TLS handshake failed, and a stranger
+could otherwise fill the log with lines that are no JSON.
 """
 
+import asyncio
+import contextlib
 import json
 import logging
+import os
+import re
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TextIO
 
 from gyre_protos.text import printable
+
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.runtime.threads import DaemonThreads
+
+
+class Bucket:
+    """Full at first, and refilled with time."""
+
+    def __init__(self, capacity: float, per_s: float, now_s: float) -> None:
+        """Fill it.
+
+        Args:
+            capacity: the most that it holds: so many times at once.
+            per_s: its gain in a second.
+            now_s: of a clock that never goes back.
+        """
+        self._capacity = capacity
+        self._per_s = per_s
+        self._level = capacity
+        self._since_s = now_s
+
+    def take(self, now_s: float) -> bool:
+        """Take one, if there is one."""
+        gained = (now_s - self._since_s) * self._per_s
+        self._level = min(self._capacity, self._level + gained)
+        self._since_s = now_s
+        if self._level < 1:
+            return False
+        self._level -= 1
+        return True
+
+    @property
+    def wait_s(self) -> float:
+        """How long until there is one, as of the last `take`."""
+        return max(0.0, (1 - self._level) / self._per_s)
+
 
 _LOGGER = logging.getLogger("gyre_daemon")
 
@@ -95,3 +146,181 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str).replace("\x7f", "\\u007f")
+
+
+_AUDIT = logging.getLogger("gyre_daemon.audit")
+# Lines that wait while the file system hangs; more take memory, fewer are lost if it comes back.
+_MAX_WAITING = 10_000
+_MAX_FLUSH_S = 2.0
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def audit_event(event: str, facts: Mapping[str, object]) -> None:
+    """Write one line, whatever the log level.
+
+    Args:
+        event: in a few words that never vary.
+        facts: the caller and the object. No secrets. Control characters are escaped.
+    """
+    _AUDIT.info(event, extra={"facts": dict(facts)})
+
+
+def reopen_audit_file() -> None:
+    """Open the file of the audit log again, if there is one; it may have been renamed."""
+    for handler in _AUDIT.handlers:
+        if isinstance(handler, AuditFile):
+            handler.reopen()
+
+
+class AuditFile(logging.Handler):
+    """Appends the lines to a file as JSON."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, and send all further lines there too.
+
+        Raises:
+            ConfigError: it cannot be opened, is no plain file, or others may read or write it.
+        """
+        super().__init__(logging.INFO)
+        self.setFormatter(JsonFormatter())
+        self._path = path
+        self._descriptor = _open(path)
+        self._threads = DaemonThreads(1, "gyre-audit")
+        self._num_waiting, self._counting = 0, threading.Lock()
+        self._is_closed = False
+        _AUDIT.setLevel(logging.INFO)
+        _AUDIT.addHandler(self)
+
+    def reopen(self) -> None:
+        """Open the file at the path again soon; the old one stays in use where that fails."""
+        self._threads.submit(self._reopen)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line soon. A line that cannot be written goes to the daemon's log only."""
+        with self._counting:
+            is_full = self._num_waiting >= _MAX_WAITING
+            self._num_waiting += not is_full
+        if is_full:
+            self._tell(f"{_MAX_WAITING} lines wait for its file system")
+        else:
+            self._threads.submit(self._write, f"{self.format(record)}\n".encode())
+
+    def flush(self) -> None:
+        """Wait for lines that are not written yet, but not long."""
+        if not self._is_closed:
+            with contextlib.suppress(TimeoutError):
+                self._threads.submit(bool).result(_MAX_FLUSH_S)
+
+    def close(self) -> None:
+        """Write no further line."""
+        if self._is_closed:
+            return
+        _AUDIT.removeHandler(self)
+        self.flush()
+        self._is_closed = True
+        self._threads.submit(self._close)
+        self._threads.shutdown()
+        super().close()
+
+    def _close(self) -> None:
+        os.close(self._descriptor)
+
+    def _reopen(self) -> None:
+        try:
+            descriptor = _open(self._path)
+        except ConfigError as error:
+            log_event("audit log not reopened", {"reason": error}, logging.ERROR)
+            return
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def _write(self, line: bytes) -> None:
+        try:
+            os.write(self._descriptor, line)
+        except OSError as error:
+            self._tell(error.strerror)
+        finally:
+            with self._counting:
+                self._num_waiting -= 1
+
+    def _tell(self, reason: str | None) -> None:
+        facts = {"file": self._path, "reason": reason}
+        log_event("audit log not written", facts, logging.ERROR)
+
+
+def _open(path: Path) -> int:
+    try:
+        descriptor = os.open(path, _FLAGS, 0o600)
+    except OSError as error:
+        raise ConfigError(f"audit_log: cannot open {path}: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if not path.is_file() or found.st_mode & 0o077 or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise ConfigError(
+            f"audit_log: {path} is no plain file of the daemon's user with mode 0600; "
+            "remove it, or name another"
+        )
+    return descriptor
+
+
+_HANDSHAKE = re.compile(r"Handshake failed with error (.*)")
+# OpenSSL's reason: the last but one part of `error:100000c0:SSL routines:...:REASON: more`.
+_REASON = re.compile(r"OPENSSL_internal:(.*)")
+_LINES, _LINES_PER_S = 20.0, 1 / 3
+_READ_BYTES = 64 << 10
+_MAX_CHARS = 300
+
+
+@contextlib.contextmanager
+def native_lines_as_events() -> Iterator[None]:
+    """Log the lines that native code writes to standard error, until the context ends.
+
+    The daemon's own events go where they went before. The last lines of native code before it
+    crashes are lost.
+    """
+    loop = asyncio.get_running_loop()
+    stderr = os.dup(sys.stderr.fileno())
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    lines = _Lines(reader)
+    with os.fdopen(stderr, "w", buffering=1, errors="backslashreplace") as stream:
+        os.dup2(writer, 2)
+        os.close(writer)
+        log_to(stream)
+        loop.add_reader(reader, lines.read)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            lines.read()
+            loop.remove_reader(reader)
+            os.close(reader)
+            log_to(sys.stderr)
+
+
+class _Lines:
+    def __init__(self, reader: int) -> None:
+        self._reader = reader
+        self._bucket = Bucket(_LINES, _LINES_PER_S, time.monotonic())
+        self._num_unlogged = 0
+
+    def read(self) -> None:
+        """Log the available lines. A line that arrives in two parts becomes two events."""
+        try:
+            data = os.read(self._reader, _READ_BYTES)
+        except BlockingIOError:
+            return
+        for line in data.decode(errors="replace").splitlines():
+            self._log(line[:_MAX_CHARS])
+
+    def _log(self, line: str) -> None:
+        if not self._bucket.take(time.monotonic()):
+            self._num_unlogged += 1
+            return
+        unlogged = {"not_logged_before": self._num_unlogged} if self._num_unlogged else {}
+        self._num_unlogged = 0
+        if failed := _HANDSHAKE.search(line):
+            reason = _REASON.search(failed[1])
+            facts = {"reason": reason[1] if reason else failed[1], **unlogged}
+            log_event("TLS handshake failed", facts, logging.WARNING)
+        else:
+            log_event("message of a native library", {"text": line, **unlogged}, logging.WARNING)

@@ -1,7 +1,12 @@
 """Limits that the machine sets for the descriptors of this process."""
 
+import contextlib
+import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from gyre_daemon.errors import Overloaded
 
 # A quarter of the descriptors may be connections to object storage, and a quarter open shards. An
 # eighth may be connections of clients to gRPC, an eighth those to the side channel, and a sixteenth
@@ -65,3 +70,62 @@ def raise_descriptor_limit() -> int:
     except (OSError, ValueError):  # system calls are filtered, or the kernel's ceiling is lower
         return soft
     return hard
+
+
+# Descriptors that an open session may need at once: arenas, shards, requests. With less, a session
+# opens and fails at its first batches; with more, newcomers are refused where they would fit.
+_NUM_FOR_SESSION = 16
+
+
+class SpareDescriptor:
+    """One descriptor, free while it is lent."""
+
+    def __init__(self) -> None:
+        """Take a descriptor.
+
+        Raises:
+            OSError: none is left.
+        """
+        self._descriptor = _take()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Leave the descriptor free inside the block, for a connection to refuse."""
+        self.close()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # the next time, maybe
+                self._descriptor = _take()
+
+    def close(self) -> None:
+        """Hold nothing back any more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def check_descriptors() -> None:
+    """Refuse a session that would not find the descriptors that it needs.
+
+    Raises:
+        Overloaded: this process has too few left.
+    """
+    taken: list[int] = []
+    try:
+        while len(taken) < _NUM_FOR_SESSION:
+            taken.append(_take())
+    except OSError as error:
+        raise Overloaded(
+            f"a session needs {_NUM_FOR_SESSION} file descriptors, but the daemon has only "
+            f"{len(taken)} left. Close a session, or raise its limit (LimitNOFILE= of the unit, or "
+            "ulimit -n).",
+            {"needed_descriptors": _NUM_FOR_SESSION, "free_descriptors": len(taken)},
+        ) from error
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def _take() -> int:
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,8 +1,16 @@
-"""The plug-ins that come with the daemon, through the entry points that other packages use."""
+"""Code from elsewhere: plug-ins that come with the daemon, and functions of a training script.
+
+Only that client can write into the private daemon's folder, and a shared daemon takes no such path
+from a client.
+"""
 
 import functools
+import pickle
+import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, distribution
+from pathlib import Path
+from typing import Any, TypedDict
 
 
 @functools.cache
@@ -12,3 +20,31 @@ def included(group: str) -> Mapping[str, EntryPoint]:
     They are enabled for everybody, and go before those of other packages. None is loaded.
     """
     return {entry.name: entry for entry in distribution("gyre-ml").entry_points.select(group=group)}
+
+
+class Origin(TypedDict):
+    """The first of two pickles in a file; the second is the function or class.
+
+    Attributes:
+        path: `sys.path` of the script, for modules next to it.
+        lines: the sources of functions, for errors; by file and number of the first line.
+    """
+
+    path: list[str]
+    lines: dict[str, tuple[int, list[str]]]
+
+
+@functools.lru_cache(maxsize=16)
+def load_script_object(path: str) -> tuple[Any, dict[str, tuple[int, list[str]]]]:
+    """The function or class of a file, and the lines of `Origin`.
+
+    A file never changes, and is loaded once in a process. It may have more than 1 GB, of which no
+    second copy is made: a worker's memory is limited.
+
+    Raises:
+        Exception: whatever reading the file or importing the script's modules raises.
+    """
+    with Path(path).open("rb") as file:
+        origin: Origin = pickle.load(file)
+        sys.path += [each for each in origin["path"] if each not in sys.path]
+        return pickle.load(file), origin["lines"]

@@ -1,19 +1,29 @@
-"""Threads that the end of the process does not wait for.
+"""Threads that the end of the process does not wait for, and their fair sharing between jobs.
 
 A thread that asks a file system which does not answer waits for ever. The interpreter joins the
 threads of `concurrent.futures` when it ends, and asyncio's default executor is shared by everything
 in the process, so that one hung mount would stop the daemon. Nothing here is ever joined.
+
+Each job is a flow. The next turn goes to the waiting user with the lowest virtual time, and of its
+waiting flows to the one with the lowest: the cost of the turns that it had, divided by its weight
+(stride scheduling, Waldspurger and Weihl 1995). The virtual time of a user grows with each turn of
+its flows, by the cost divided by the flow's weight against other users. That is 1 unless the
+operator names the user, so a user with ten jobs gets as much as one with a single job. A user
+or a flow that was idle begins at the current virtual time, so idling earns no credit. Within a flow
+the most urgent request goes first, and of equally urgent ones the oldest.
 """
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -225,3 +235,392 @@ async def in_thread(work: Callable[[], Result], name: str) -> Result:
         return await threads.run(work)
     finally:
         threads.shutdown()
+
+
+# Users and flows that do not wait are remembered only for their virtual time. Beyond this many,
+# those that wait for nothing and owe nothing are dropped; a larger bound only makes that rarer.
+_MAX_IDLE_QUEUES = 64
+# A thread that copies is faster than this. One that waits for a disk is not, and its job pays for
+# the time: it would otherwise keep more of the threads than jobs that copy the same bytes.
+_BYTES_PER_S = 1 << 30
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Flow:
+    """One job's claim on shared resources.
+
+    Attributes:
+        name: of the job.
+        user: whose job it is: the name of a principal.
+        weight: its share relative to other flows of its user, above 0. It may be changed at any
+            time and counts from the next turn.
+        user_weight: the same for its turns relative to other users.
+    """
+
+    name: str
+    user: str = ""
+    weight: float = 1.0
+    user_weight: float = 1.0
+
+
+NO_JOB = Flow("")  # for the daemon's own work, such as indexes and probes
+
+_Ask = Callable[[Flow, int], None]
+
+
+class Claims:
+    """Who needs one thing, and how urgently; others may come to need it while it is waited for.
+
+    It is done at the first turn of any of them. Without that a job would wait for the turns of the
+    one that asked first, whose share may be smaller, or which may not need the thing for long.
+    """
+
+    __slots__ = ("_asking", "_urgency")
+
+    def __init__(self, flow: Flow, urgency: int) -> None:
+        """One job needs it.
+
+        Args:
+            flow: the job.
+            urgency: as for `FairQueue.acquire`.
+        """
+        self._urgency = {flow: urgency}
+        self._asking: list[_Ask] = []
+
+    @property
+    def first(self) -> tuple[Flow, int]:
+        """The job that asked first, and how urgently it needs the thing by now."""
+        return next(iter(self._urgency.items()))
+
+    def join(self, flow: Flow, urgency: int) -> None:
+        """A job needs it, too, or needs it more urgently than before."""
+        if flow in self._urgency and self._urgency[flow] <= urgency:
+            return
+        self._urgency[flow] = urgency
+        for ask in list(self._asking):
+            ask(flow, urgency)
+
+    @contextlib.contextmanager
+    def told(self, ask: _Ask) -> Iterator[None]:
+        """Tell of all who need it, and of those who come to need it inside the context."""
+        for flow, urgency in self._urgency.items():
+            ask(flow, urgency)
+        self._asking.append(ask)
+        try:
+            yield
+        finally:
+            self._asking.remove(ask)
+
+
+class Turn:
+    """A turn that was asked for and may not have come yet."""
+
+    __slots__ = ("granted",)
+
+    def __init__(self, granted: Callable[[], None]) -> None:
+        self.granted: Callable[[], None] | None = granted
+
+    def cancel(self) -> None:
+        """Ask for it no longer; without effect once it was granted."""
+        self.granted = None
+
+
+@dataclass(slots=True)
+class _FlowQueue:
+    """The waiting turns of one flow: a heap of (urgency, arrival, cost, turn)."""
+
+    virtual_time: float  # among the flows of its user
+    waiting: list[tuple[int, int, float, Turn]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _UserQueue:
+    """The waiting turns of one user's flows."""
+
+    virtual_time: float  # among the users
+    now: float = 0.0  # virtual, for its flows
+    num_waiting: int = 0
+    flows: dict[Flow, _FlowQueue] = field(default_factory=dict)
+
+
+class FairQueue:
+    """Grants turns fairly to users, and to the flows of each. Used from one event loop.
+
+    Attributes:
+        num_taken: turns taken now.
+        num_waiting: turns that were asked for and not granted yet.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Nobody has a turn.
+
+        Args:
+            capacity: how many turns may be taken at once.
+        """
+        self._capacity = capacity
+        self.num_taken = 0
+        self._now = 0.0  # virtual
+        self._users: dict[str, _UserQueue] = {}
+        self._arrivals = itertools.count()
+        self.num_waiting = 0
+        self._is_serving = False
+
+    def resize(self, capacity: int) -> None:
+        """Change how many turns may be taken at once; taken ones stay taken."""
+        self._capacity = capacity
+        self._serve()
+
+    async def acquire(self, flow: Flow, cost: float, urgency: int = 0) -> None:
+        """Wait for a turn; `release` gives it back.
+
+        Args:
+            flow: the job that asks.
+            cost: of the turn's work, in a unit that all callers of the queue share.
+            urgency: within the flow, the lowest goes first.
+        """
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def grant() -> None:
+            if granted.cancelled():
+                self.release()
+            else:
+                granted.set_result(None)
+
+        turn = self.ask(flow, cost, urgency, grant)
+        if turn is None:
+            return
+        try:
+            await granted
+        except asyncio.CancelledError:
+            turn.cancel()
+            if not granted.cancelled():
+                self.release()
+            raise
+
+    def ask(
+        self, flow: Flow, cost: float, urgency: int, granted: Callable[[], None]
+    ) -> Turn | None:
+        """Ask for a turn without waiting for it.
+
+        Args:
+            flow: the job that asks.
+            cost: as for `acquire`.
+            urgency: as for `acquire`.
+            granted: called once, when the turn is granted, by the call that made room. It may ask
+                and release, and must not raise.
+
+        Returns:
+            None where the turn was granted at once; then `granted` is not called. Otherwise the
+            turn, so that it can be cancelled.
+        """
+        user = self._users.get(flow.user) or self._new_user(flow.user)
+        queue = user.flows.get(flow) or _new_flow(user, flow)
+        if self.num_taken < self._capacity and not self.num_waiting:
+            self._charge(user, flow, cost)
+            return None
+        if not user.num_waiting:
+            user.virtual_time = max(user.virtual_time, self._now)
+        if not queue.waiting:
+            queue.virtual_time = max(queue.virtual_time, user.now)
+        turn = Turn(granted)
+        heapq.heappush(queue.waiting, (urgency, next(self._arrivals), cost, turn))
+        user.num_waiting += 1
+        self.num_waiting += 1
+        if self.num_taken < self._capacity:
+            self._serve()  # all that waited before may have cancelled
+        return turn
+
+    def charge(self, flow: Flow, cost: float) -> None:
+        """Charge a job for more than its turn was said to cost."""
+        user = self._users.get(flow.user)
+        queue = user and user.flows.get(flow)
+        if user and queue:
+            user.virtual_time += cost / flow.user_weight
+            queue.virtual_time += cost / flow.weight
+
+    def release(self) -> None:
+        """Give a turn back."""
+        self.num_taken -= 1
+        if self.num_waiting:
+            self._serve()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, flow: Flow, cost: float, urgency: int = 0) -> AsyncIterator[None]:
+        """Hold a turn inside the block; the arguments are those of `acquire`."""
+        await self.acquire(flow, cost, urgency)
+        try:
+            yield
+        finally:
+            self.release()
+
+    async def acquire_of(self, claims: Claims, cost: float) -> None:
+        """Wait for the first turn granted to one of several jobs; see `acquire`."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turns: list[Turn] = []
+
+        def grant() -> None:
+            if granted.done():
+                self.release()
+            else:
+                granted.set_result(None)
+
+        def ask(flow: Flow, urgency: int) -> None:
+            if not granted.done():
+                turn = self.ask(flow, cost, urgency, grant)
+                if turn is None:
+                    granted.set_result(None)
+                else:
+                    turns.append(turn)
+
+        try:
+            with claims.told(ask):
+                await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self.release()
+            raise
+        finally:
+            for turn in turns:
+                turn.cancel()
+
+    @contextlib.asynccontextmanager
+    async def turn_of(self, claims: Claims, cost: float) -> AsyncIterator[None]:
+        """Hold inside the block the first turn granted to one of several jobs."""
+        await self.acquire_of(claims, cost)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def _new_user(self, name: str) -> _UserQueue:
+        if len(self._users) >= _MAX_IDLE_QUEUES:
+            self._users = {
+                other: user
+                for other, user in self._users.items()
+                if user.num_waiting or user.virtual_time > self._now
+            }
+        user = self._users[name] = _UserQueue(self._now)
+        return user
+
+    def _charge(self, user: _UserQueue, flow: Flow, cost: float) -> None:
+        queue = user.flows[flow]
+        self._now = max(self._now, user.virtual_time)
+        user.virtual_time = self._now + cost / flow.user_weight
+        user.now = max(user.now, queue.virtual_time)
+        queue.virtual_time = user.now + cost / flow.weight
+        self.num_taken += 1
+
+    def _serve(self) -> None:
+        if self._is_serving:  # a `granted` released or asked: the loop below goes on
+            return
+        self._is_serving = True
+        try:
+            while self.num_waiting and self.num_taken < self._capacity:
+                user, flow = self._next()
+                _, _, cost, turn = heapq.heappop(user.flows[flow].waiting)
+                user.num_waiting -= 1
+                self.num_waiting -= 1
+                if granted := turn.granted:
+                    self._charge(user, flow, cost)
+                    granted()
+        finally:
+            self._is_serving = False
+
+    def _next(self) -> tuple[_UserQueue, Flow]:
+        """The waiting user with the lowest virtual time, and its waiting flow with the lowest."""
+        users = (user for user in self._users.values() if user.num_waiting)
+        user = min(users, key=lambda user: user.virtual_time)
+        flows = (flow for flow, queue in user.flows.items() if queue.waiting)
+        return user, min(flows, key=lambda flow: user.flows[flow].virtual_time)
+
+
+def _new_flow(user: _UserQueue, flow: Flow) -> _FlowQueue:
+    if len(user.flows) >= _MAX_IDLE_QUEUES:
+        user.flows = {
+            other: queue
+            for other, queue in user.flows.items()
+            if queue.waiting or queue.virtual_time > user.now
+        }
+    queue = user.flows[flow] = _FlowQueue(user.now)
+    return queue
+
+
+class FairExecutor:
+    """Threads that jobs share fairly: by bytes, and by the time that these take if it is long."""
+
+    def __init__(self, executor: Executor, num_threads: int) -> None:
+        """Share the threads of an executor, whose owner shuts it down."""
+        self.executor = executor
+        self.num_threads = num_threads
+        self._queue = FairQueue(num_threads)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread has work."""
+        return self._queue.num_taken == 0
+
+    async def run(
+        self, flow: Flow, cost: float, urgency: int, work: Callable[[], Result]
+    ) -> Result:
+        """Do computation or blocking I/O in a thread, when it is the flow's turn.
+
+        A thread cannot be stopped: if the caller is cancelled, the turn lasts until the work ends.
+
+        Args:
+            flow: the job that asks.
+            cost: as for `FairQueue.acquire`, in bytes; work that takes longer than a copy of
+                these is charged by its time.
+            urgency: as for `FairQueue.acquire`.
+            work: called in the thread.
+
+        Returns:
+            The work's result; its exceptions are raised.
+        """
+        await self._queue.acquire(flow, cost, urgency)
+        return await self._start(flow, cost, work)
+
+    async def run_of(self, claims: Claims, cost: float, work: Callable[[], Result]) -> Result:
+        """The same, at the first turn of one of several jobs."""
+        await self._queue.acquire_of(claims, cost)
+        return await self._start(claims.first[0], cost, work)
+
+    def _start(self, flow: Flow, cost: float, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        """Start work whose turn ends with it, even if the returned future is cancelled.
+
+        `asyncio.shield` around `loop.run_in_executor` would need two more futures for each call.
+        """
+        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        try:
+            running = self.executor.submit(work)
+        except BaseException:
+            self._queue.release()
+            raise
+        bill = flow, cost, time.monotonic()
+        running.add_done_callback(partial(self._in_thread_ended, result, bill))
+        return result
+
+    def _in_thread_ended(
+        self,
+        result: asyncio.Future[Result],
+        bill: tuple[Flow, float, float],
+        running: Future[Result],
+    ) -> None:
+        loop, (flow, cost, began_s) = result.get_loop(), bill
+        excess = (time.monotonic() - began_s) * _BYTES_PER_S - cost
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._set_result, result, running, flow, excess)
+
+    def _set_result(
+        self, result: asyncio.Future[Result], running: Future[Result], flow: Flow, excess: float
+    ) -> None:
+        if excess > 0:
+            self._queue.charge(flow, excess)
+        self._queue.release()
+        if result.cancelled():
+            return
+        if running.cancelled():
+            result.cancel()
+        elif error := running.exception():
+            result.set_exception(error)
+        else:
+            result.set_result(running.result())

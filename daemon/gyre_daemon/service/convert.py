@@ -15,17 +15,14 @@ from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.lengths import LengthHistogram
-from gyre_daemon.fetching.batch_group import BatchGroup
+from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.measuring.lengths import Measuring
-from gyre_daemon.fetching.timing import BatchTiming
 from gyre_daemon.monitoring.exposition import Census, families
-from gyre_daemon.monitoring.lately import Lately
-from gyre_daemon.monitoring.metrics import CacheCounts
-from gyre_daemon.monitoring.occupancy import WindowTimes
+from gyre_daemon.monitoring.metrics import CacheCounts, Lately, WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
 from gyre_daemon.order.planner import Order
-from gyre_daemon.order.skipping import SkippedSteps
+from gyre_daemon.order.steps import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.mounts import Mount

@@ -6,19 +6,377 @@ A call may outlast the credential of its caller, and then it is ended.
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+import itertools
+import logging
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import unquote
 
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.access.principal import ANONYMOUS
-from gyre_daemon.errors import GyreError, InvalidRequest
+from gyre_daemon import errors
+from gyre_daemon.access.credentials import FailureLimit, TokenStore, expires_at
+from gyre_daemon.access.limits import Limits
+from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.principal import ANONYMOUS, Principal
+from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed, NotAuthenticated
+from gyre_daemon.memory.sidechannel import Peer, SideChannel
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.connections import Connections
-from gyre_daemon.runtime.events import debug_event
-from gyre_daemon.service.authentication import Authenticator, is_local
-from gyre_daemon.service.status import Context, abort
+from gyre_daemon.runtime.events import audit_event, debug_event, log_event
+from gyre_daemon.runtime.ownership import CertificateFiles, Certificates
+from gyre_daemon.storage.location import redact
+
+DOMAIN = "gyre"
+STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
+    errors.GyreError: grpc.StatusCode.INTERNAL,
+    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownDataset: grpc.StatusCode.NOT_FOUND,
+    errors.ShardMissing: grpc.StatusCode.NOT_FOUND,
+    errors.NotAuthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
+    errors.StorageUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.CorruptSample: grpc.StatusCode.DATA_LOSS,
+    errors.CursorRejected: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Fenced: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.LeaseExpired: grpc.StatusCode.ABORTED,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Draining: grpc.StatusCode.UNAVAILABLE,
+}
+# gRPC carries a status in metadata, and beyond 8 KiB of it a client drops the answer at random.
+# With larger limits, long names in an error turn it into an unexplained failure.
+_MAX_MESSAGE_BYTES = 2000
+_MAX_FACT_BYTES = 400
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def answers_errors(method: Method) -> Method:
+    """Make a servicer method answer a GyreError with its status.
+
+    Any other exception is logged and answered with INTERNAL. The servicer has `metrics`.
+    """
+    if inspect.isasyncgenfunction(method):
+
+        async def stream(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                async with contextlib.aclosing(method(self, request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except Exception as error:
+                await abort(context, error, self.metrics)
+
+        return stream  # type: ignore[return-value]
+
+    async def unary(self: Any, request: Any, context: Context) -> Any:
+        try:
+            return await method(self, request, context)
+        except Exception as error:
+            await abort(context, error, self.metrics)
+
+    return unary  # type: ignore[return-value]
+
+
+def to_status(error: errors.GyreError) -> status_pb2.Status:
+    """The error as google.rpc.Status: its message, and its class and facts as ErrorInfo."""
+    facts = {key: _cut(value, _MAX_FACT_BYTES) for key, value in error.facts.items()}
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=facts)
+    detail = AnyMessage()
+    detail.Pack(info)
+    code: int = STATUS_CODES[type(error)].value[0]
+    return status_pb2.Status(
+        code=code, message=_cut_as_sent(str(error), _MAX_MESSAGE_BYTES), details=[detail]
+    )
+
+
+def _cut_as_sent(text: str, max_bytes: int) -> str:
+    """The part of a text that fits after gRPC percent-encodes all but printable ASCII."""
+    encoded = text.encode(errors="replace")
+    sizes = (1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in encoded[:max_bytes])
+    fitting = sum(total <= max_bytes for total in itertools.accumulate(sizes))
+    return encoded[:fitting].decode(errors="ignore")
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
+
+
+async def abort(context: Context, error: Exception, metrics: Metrics) -> NoReturn:
+    """End a call with the status of an error, and count it.
+
+    Others than GyreError are logged, and INTERNAL.
+    """
+    if isinstance(error, ExceptionGroup):
+        error = errors.first_error(error)
+    if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
+        raise error  # answered already; or the client was gone before the answer
+    if not isinstance(error, errors.GyreError):
+        log_event("internal error", {"error": repr(error)}, logging.ERROR)
+        logging.getLogger("gyre_daemon").debug("internal error", exc_info=error)
+        error = errors.GyreError(f"the daemon failed: {error!r}; see its log")
+    metrics.count_error(error)
+    debug_event("call refused", {"error": type(error).__name__, "reason": error})
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")
+
+
+# Limits of one connection, and of its idle time. Gyre's clients stay far below.
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # otherwise a second daemon would silently share the port
+    # Control messages are small. A larger limit lets a client fill the daemon's memory. It counts
+    # after decompression, too.
+    ("grpc.max_receive_message_length", 64 << 10),
+    # A client has a connection for each session: two long calls, and a short one now and then;
+    # further calls wait in the client. The headers of a call take memory before we see the call:
+    # a flood of them over 64 connections took 1,170 MiB with 4096, and takes 60 MiB with 16. With
+    # fewer, a client that calls often is refused: an ended call counts a moment longer.
+    ("grpc.max_concurrent_streams", 16),
+    # A call's metadata: ours has some hundred bytes. Beyond the first limit calls are refused at
+    # random, beyond the second always.
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    # A connection must have finished its handshakes, HTTP/2's included, by then. On a busy node a
+    # new process takes a second or two.
+    ("grpc.server_handshake_timeout_ms", 15_000),
+    # As many as the side channel takes, on each address.
+    ("grpc.max_allowed_incoming_connections", 4096),
+    # Clients send no pings. Who sends more than these in five minutes is disconnected.
+    ("grpc.http2.max_ping_strikes", 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
+    # A host that vanished does not answer a ping; a connection without calls is closed, and made
+    # again when it is needed.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+]
+
+
+def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Credentials that serve the files' contents at each handshake."""
+    served = files.current
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        if files.current is served:
+            return None
+        served = files.current
+        return _configuration(served)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(served),
+        changed,  # type: ignore[arg-type]  # None stands for no change
+        require_client_authentication=bool(served.client_ca),
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.chain)], certificates.client_ca
+    )
+
+
+_SCHEME = "bearer "
+_MAX_NAME_CHARS = 200
+
+
+class Authenticator:
+    """Tells callers over TCP apart. The kernel identifies those over a Unix socket."""
+
+    def __init__(self, tokens: TokenStore, clock: Callable[[], float] = time.time) -> None:
+        """Know these tokens; `clock` returns the seconds since the epoch."""
+        self._tokens = tokens
+        self._clock = clock
+        self._failures = FailureLimit()
+
+    def principal(self, context: Context) -> Principal:
+        """The caller over TCP.
+
+        A token counts more than a certificate. Without either, a caller is anonymous where that is
+        enough: on loopback, or where the daemon knows no tokens.
+
+        Raises:
+            NotAuthenticated: the token is not valid, or the certificate has expired since the
+                connection began; or there is no token, the connection has TLS, and the daemon asks
+                for tokens.
+            Overloaded: as before, and the caller's address has failed too often.
+        """
+        try:
+            return self._identify(context)
+        except NotAuthenticated as reason:
+            raise self._failures.refuse(address_of(context), reason) from None
+
+    def _identify(self, context: Context) -> Principal:
+        token = _bearer_token(context)
+        if token is not None:
+            return Principal(f"token:{self._tokens.name_of(token)}")
+        proven = context.auth_context()
+        self._check_certificate(proven)
+        if names := proven.get("x509_common_name") or proven.get("x509_subject_alternative_name"):
+            return Principal(f"certificate:{_printable(next(iter(names)))}")
+        if proven.get("x509_pem_cert"):
+            raise NotAuthenticated("the client's certificate has neither a common name nor others")
+        if self._tokens and _has_tls(proven):
+            raise NotAuthenticated(
+                "this daemon asks for a token, and the call has none; "
+                "set GYRE_TOKEN_FILE to a file that holds one"
+            )
+        return ANONYMOUS
+
+    def _check_certificate(self, proven: Mapping[str, Iterable[bytes]]) -> None:
+        """Refuse a certificate that expired after TLS checked it."""
+        chain = next(
+            iter(proven.get("x509_pem_cert_chain") or proven.get("x509_pem_cert") or ()), b""
+        )
+        if chain and expires_at(chain) <= self._clock():
+            raise NotAuthenticated(
+                "the client's certificate has expired; connect again with a new one"
+            )
+
+
+def is_local(context: Context) -> bool:
+    """Whether the call came over a Unix socket."""
+    return context.peer().startswith("unix:")
+
+
+def address_of(context: Context) -> str:
+    """The caller's IP address, out of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`."""
+    _, _, host_and_port = unquote(context.peer()).partition(":")
+    return host_and_port.rpartition(":")[0].strip("[]")
+
+
+def _bearer_token(context: Context) -> str | None:
+    """The token of RFC 6750's header; None where there is none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            text = value if isinstance(value, str) else value.decode(errors="replace")
+            if not text.lower().startswith(_SCHEME):
+                raise NotAuthenticated("the authorization of the call is no bearer token")
+            return text[len(_SCHEME) :].strip()
+    return None
+
+
+def _has_tls(proven: Mapping[str, Iterable[bytes]]) -> bool:
+    return b"ssl" in proven.get("transport_security_type", ())
+
+
+def _printable(name: bytes) -> str:
+    text = name.decode(errors="replace")
+    if not text.isprintable() or not 1 <= len(text) <= _MAX_NAME_CHARS:
+        raise NotAuthenticated(
+            f"the name in the client's certificate cannot be used: {text!r:.200}"
+        )
+    return text
+
+
+TOKEN_KEY = "gyre-side-token"
+# In the facts of an error: a client that connects to the side channel again may repeat the call.
+_FACT = "side_channel"
+
+
+class Callers:
+    """Tells who makes each call.
+
+    A user of this machine calls over a Unix socket. gRPC does not say which one, and the kernel
+    says it on the side channel. So each of these calls carries the token of a connection there.
+    Over TCP, a token or a certificate says it.
+    """
+
+    def __init__(
+        self, side_channels: Sequence[SideChannel], authenticator: Authenticator, limits: Limits
+    ) -> None:
+        self._side_channels = side_channels
+        self._authenticator = authenticator
+        self._limits = limits
+
+    def identify(self, context: Context) -> Principal:
+        """The caller.
+
+        Raises:
+            NotAuthenticated, Overloaded: over TCP; see `Authenticator.principal`.
+            NotAllowed: a call over a Unix socket carries no token.
+            LeaseExpired: it carries the token of a connection that has ended.
+            Overloaded: the caller calls too often.
+        """
+        peer = self.peer(context)
+        caller = peer.principal if peer else self._authenticator.principal(context)
+        self._limits.count_request(caller)
+        return caller
+
+    def peer(self, context: Context) -> Peer | None:
+        """The caller's connection to the side channel; None over TCP.
+
+        Raises:
+            NotAllowed, LeaseExpired: as for `identify`.
+        """
+        if not is_local(context):
+            return None
+        token = str(dict(context.invocation_metadata() or ()).get(TOKEN_KEY, ""))
+        if not token:
+            raise NotAllowed(
+                "the daemon cannot tell which user calls: over a Unix socket a client first "
+                "connects to the socket next to it, whose name ends in .side. Give the client "
+                "access to that socket, and use one of the daemon's version.",
+                {_FACT: "missing"},
+            )
+        peer = next((peer for each in self._side_channels if (peer := each.peer(token))), None)
+        if peer is None:
+            raise LeaseExpired(
+                "the client's connection to the daemon's side channel has ended, or the daemon was "
+                "restarted; connect again",
+                {_FACT: "ended"},
+            )
+        return peer
+
+
+_MAX_CHARS = 200  # of a name that a client sent
+
+
+def audit_hidden(caller: Principal, dataset: str, policy: Policy) -> None:
+    """Write a line if a dataset that the caller asked about exists, and not for the caller."""
+    if rule := policy.refusal(caller, dataset, ""):
+        facts = {"user": caller.name, "pid": caller.pid, "dataset": dataset, "rule": rule}
+        audit_event("dataset refused", facts)
+
+
+@contextlib.contextmanager
+def audited_refusals(
+    caller: Principal, request: pb.OpenSessionRequest, policy: Policy
+) -> Iterator[None]:
+    """Write a line if the block, which opens a session, raises a GyreError."""
+    try:
+        yield
+    except GyreError as error:
+        name, reader = request.dataset.name, request.reader
+        facts = {
+            "user": caller.name,
+            "pid": caller.pid,
+            "dataset": redact(name)[:_MAX_CHARS] or "ad hoc",
+            "job": reader.job[:_MAX_CHARS],
+            "rank": reader.rank,
+            "rule": policy.refusal(caller, name, reader.job),
+            "reason": type(error).__name__,
+        }
+        audit_event("session refused", facts)
+        raise
+
 
 # Health says nothing about data or jobs, and a probe has no token.
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"

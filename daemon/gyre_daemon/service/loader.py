@@ -1,4 +1,4 @@
-"""The methods of the protocol. Each converts its request, calls the part that acts, and answers."""
+"""The methods of the protocol, and the two directions of a session's control stream."""
 
 import asyncio
 import contextlib
@@ -18,30 +18,130 @@ from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.datasets.unheld import unheld
-from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
+from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.fetching.range_reader import RangeReader
-from gyre_daemon.runtime.audit import audit_event
-from gyre_daemon.runtime.events import log_event
+from gyre_daemon.monitoring.metrics import WindowTimes
+from gyre_daemon.runtime.events import audit_event, log_event
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.service import control, convert, requests
-from gyre_daemon.service.audit import audited_refusals
+from gyre_daemon.service import convert, requests
 from gyre_daemon.service.checkup import Checkup
-from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.guard import Callers, Context, answers_errors, audited_refusals
 from gyre_daemon.service.indexing import IndexService, LongCalls
-from gyre_daemon.service.locating import StepLocator
-from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
-from gyre_daemon.service.planning import StepPlanner
-from gyre_daemon.service.status import Context, answers_errors
-from gyre_daemon.sessions.census import spreads_of, take_census
-from gyre_daemon.sessions.session import Session
-from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.service.planning import MixtureService, StepLocator, StepPlanner
+from gyre_daemon.sessions.session import LeftArenas, Sent, Session
+from gyre_daemon.sessions.table import SessionTable, spreads_of, take_census
 from gyre_daemon.storage.location import parse_location, shown_uri
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.media import check_media
 from gyre_daemon.workers.copy_workers import CopyWorkers
+
+# Batches in one message: about 20 bytes each where one layout serves all, about 300 otherwise.
+# These limits keep a message below 20 KiB; with lower ones, small batches cost more messages.
+_MAX_ALIKE, _MAX_UNLIKE = (512, 64)
+_GOODBYE_RETRY_S = 1.0
+
+
+def handle(session: Session, request: pb.StreamRequest) -> None:
+    """Act on a client's message; every message renews the lease.
+
+    Raises:
+        InvalidRequest: a second `attach`, or an empty message.
+    """
+    session.renew(request.num_taken)
+    if request.read_until:
+        session.read_until(request.read_until)
+    match request.WhichOneof("event"):
+        case "credit":
+            for step in request.credit.released_steps:
+                session.release(step)
+            session.add_credit(request.credit.num_batches, request.credit.waited_s)
+        case "release":
+            for step in request.release.steps:
+                session.release(step)
+        case "unmapped":
+            session.unmapped(request.unmapped.arenas)
+        case "heartbeat":
+            pass
+        case _:
+            raise InvalidRequest(
+                "a message after the first must be `credit`, `release`, `unmapped` or `heartbeat`"
+            )
+
+
+async def responses(
+    session: Session, listening: asyncio.Task[None], lease_s: float
+) -> AsyncIterator[pb.StreamResponse]:
+    """The messages to the client: batches as they become ready, heartbeats, the end of the stream.
+
+    Args:
+        session: attached.
+        listening: handles the client's messages; is done when the client has ended its stream.
+        lease_s: in this time an idle stream sends four heartbeats.
+
+    Raises:
+        GyreError: a step failed, or the session was ended.
+    """
+    times = session.totals.times
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(lease_s / 4):
+                    news = await session.next_news(max_batches(session))
+            except TimeoutError:
+                before, times = times, session.totals.times
+                yield pb.StreamResponse(heartbeat=_heartbeat(times - before, session.held_up_by))
+                continue
+            if isinstance(news, LeftArenas):
+                yield pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=news.numbers))
+                continue
+            if news is None:
+                yield pb.StreamResponse(end_of_stream=pb.EndOfStream())
+                break
+            yield batches(session, news)
+    except Draining as reason:
+        yield pb.StreamResponse(
+            goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S)
+        )
+    except GyreError:
+        if listening.done():
+            listening.result()  # raises where the client sent a bad message
+            return
+        raise
+    await listening  # the client reads the rest of its payload and hangs up
+
+
+def _heartbeat(times: WindowTimes, held_up_by: str) -> pb.Heartbeat:
+    """A heartbeat with the longest wait of the next batch since the last heartbeat."""
+    if held_up_by:
+        return pb.Heartbeat(waiting_for=held_up_by)
+    waits = {
+        "the storage": times.wait_storage_s,
+        "a processor": times.wait_processor_s,
+        "credit": times.wait_trainer_s,
+    }
+    longest = max(waits, key=lambda name: waits[name])
+    return pb.Heartbeat(waiting_for=longest if waits[longest] else "")
+
+
+def max_batches(session: Session) -> int:
+    """The most batches that one message may hold."""
+    return _MAX_ALIKE if session.request.dataset.has_equal_samples else _MAX_UNLIKE
+
+
+def batches(session: Session, first: Sent) -> pb.StreamResponse:
+    """One message with all batches that can be sent now, up to the first that failed."""
+    sent, num_left = [first], max_batches(session) - len(first.group.plan)
+    while num_left > 0 and session.head_is_whole:
+        more = session.ready_group(num_left)
+        if more is None:
+            break
+        sent.append(more)
+        num_left -= len(more.group.plan)
+    return convert.from_groups(sent, session)
+
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 # With its frame, a chunk is a message of at most 1 MiB, as the protocol says.
@@ -75,7 +175,7 @@ class LoaderService(pb_grpc.LoaderServicer):
 
         Args:
             catalog: the datasets.
-            sessions: those that are open.
+            sessions: the open ones.
             callers: tells who calls.
             policy: the permissions of each caller.
             copy_workers: counted in the status.
@@ -274,9 +374,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         session.attach()
         listening = asyncio.create_task(self._listen(session, request_iterator))
         try:
-            async for response in control.responses(
-                session, listening, self._sessions.resources.lease_s
-            ):
+            async for response in responses(session, listening, self._sessions.resources.lease_s):
                 yield response
         finally:
             listening.cancel()
@@ -391,7 +489,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         pause_s = self._sessions.resources.limits.pace(session.request.owner.name)
         try:
             async for message in messages:
-                control.handle(session, message)
+                handle(session, message)
                 if left_s := pause_s(message.ByteSize()):
                     await asyncio.sleep(left_s)
         finally:

@@ -15,9 +15,8 @@ from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.fetching.measuring.opening import DatasetOpener
 from gyre_daemon.order.cursor import skipping, with_weights
 from gyre_daemon.service import requests
-from gyre_daemon.service.audit import audit_hidden
-from gyre_daemon.sessions.request import SessionRequest
-from gyre_daemon.sessions.resumption import Resumption
+from gyre_daemon.service.guard import audit_hidden
+from gyre_daemon.sessions.request import Resumption, SessionRequest
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import Result, SessionTable
 from gyre_daemon.transforms.declared import Transforms

@@ -20,8 +20,7 @@ from gyre_daemon.order.shuffle.block_order import (
     default_window_blocks,
     window_of_chunks,
 )
-from gyre_daemon.order.skipping import MAX_SKIPPED, SkippedSteps, are_skipped
-from gyre_daemon.order.stages import Stage, is_growth
+from gyre_daemon.order.steps import MAX_SKIPPED, SkippedSteps, Stage, are_skipped, is_growth
 from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
 from gyre_daemon.storage.cache.cached import shared_block_bytes
 from gyre_daemon.storage.concatenated import JoinedFiles

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from gyre_daemon.access.limits import Limits
-from gyre_daemon.memory.arena_registry import ArenaRegistry
+from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Allowance, Budget
 from gyre_daemon.memory.share import Share
 from gyre_daemon.sessions.request import SessionRequest

@@ -5,14 +5,15 @@ steps, each once. A step that failed raises its error when its turn comes and no
 session loses nothing, because its client has the cursor and opens another.
 
 Each session has reserved enough memory to continue in a separate stream, together with its peers
-([Note: Peers of a data rank] in `data_rank`); [Note: Sharing a stream] in `stream_state` says when
-it does. It ends when its steps end, when its lease runs out, or when a newer session of the same
+([Note: Peers of a data rank] in `shared_stream`); [Note: Sharing a stream] in `stream_state` has
+the cases. It ends when its steps end, when its lease runs out, or when a newer session of the same
 peer takes over.
 """
 
 import asyncio
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,23 +21,216 @@ from functools import partial
 from gyre_protos.text import counted
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
-from gyre_daemon.fetching.batch_group import BatchGroup
+from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.prefetch import Spec
-from gyre_daemon.memory.arena import Arena
-from gyre_daemon.memory.sidechannel import Peer
-from gyre_daemon.monitoring.jobs import SessionGauges, SessionTotals
-from gyre_daemon.monitoring.lately import Lately
+from gyre_daemon.memory.arenas import Arena
+from gyre_daemon.memory.sidechannel import Peer, ShownArenas
+from gyre_daemon.monitoring.metrics import Lately, Occupancy, Recorder, SessionGauges, SessionTotals
 from gyre_daemon.order.planner import BatchPlanner
 from gyre_daemon.order.quality import ShuffleMeter
-from gyre_daemon.runtime.fair import Flow
-from gyre_daemon.sessions.account import SessionAccount
-from gyre_daemon.sessions.client_arenas import ClientArenas, LeftArenas
-from gyre_daemon.sessions.data_rank import DataRank
-from gyre_daemon.sessions.payload_queue import PayloadQueue
+from gyre_daemon.runtime.threads import Flow
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.reservations import InUse
-from gyre_daemon.sessions.shared_stream import DaemonResources
-from gyre_daemon.sessions.streams import Consumer
+from gyre_daemon.sessions.shared_stream import DaemonResources, DataRank
+from gyre_daemon.sessions.stream_state import Consumer
+
+
+class SessionAccount:
+    """The counts of a session since it was opened; all times are of one monotonic clock.
+
+    Attributes:
+        window: how long the prefetch window was how full.
+    """
+
+    def __init__(self, now: float) -> None:
+        """The session is opened `now`, in seconds."""
+        self.window = Occupancy(now)
+        self._recorder = Recorder(now)
+        self._num_batches = self._num_bytes = self._num_substitutes = 0
+        self._trainer_waited_s = 0.0
+
+    def totals(self, now: float) -> SessionTotals:
+        """All counts up to `now`."""
+        return SessionTotals(
+            self._num_batches,
+            self._num_bytes,
+            self.window.at(now),
+            self._trainer_waited_s,
+            self._num_substitutes,
+        )
+
+    def lately(self, now: float) -> Lately:
+        """The rates of the last ten seconds."""
+        return self._recorder.at(now, self.totals(now))
+
+    def sent(self, num_batches: int, num_bytes: int, num_substitutes: int = 0) -> None:
+        """Count batches sent, with that much payload and that many substitutes."""
+        self._num_batches += num_batches
+        self._num_bytes += num_bytes
+        self._num_substitutes += num_substitutes
+
+    def trainer_waited(self, waited_s: float) -> None:
+        """Add the time that a client reports its trainer waited; ignore invalid times."""
+        if 0 < waited_s < math.inf:
+            self._trainer_waited_s += waited_s
+
+    def heard(self, now: float, num_taken: int) -> None:
+        """The client has sent a message.
+
+        Args:
+            now: when it came.
+            num_taken: how many batches its trainer has taken since the session was opened. With 0
+                the client does not say, and all batches that were sent count.
+        """
+        if self._recorder.is_due(now):
+            totals = self.totals(now)
+            self._recorder.mark(now, num_taken or totals.num_batches, totals)
+
+
+class PayloadQueue:
+    """The payloads of one session in their order.
+
+    Each holds a lease of its arena until it was sent, or until the queue is closed.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Arena, memoryview]] = deque()
+        self._sending: tuple[Arena, memoryview] | None = None
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def add(self, group: BatchGroup) -> None:
+        """Append the payload of each batch; none where the memory has been given back."""
+        arena = group.slot.arena
+        for payload in group.payloads:
+            if arena.acquire():
+                self._waiting.append((arena, payload))
+        self._changed.set()
+
+    async def next(self) -> int:
+        """The last payload was sent; wait for the next one.
+
+        Returns:
+            Its length in bytes; 0 after `close`.
+        """
+        self._sent()
+        while not self._waiting and not self._is_closed:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._is_closed:
+            return 0
+        self._sending = self._waiting.popleft()
+        return self._sending[1].nbytes
+
+    def part(self, begin: int, num_bytes: int) -> memoryview | None:
+        """At most `num_bytes` of the payload from `begin` on, to be copied at once.
+
+        None after `close`.
+        """
+        return self._sending[1][begin : begin + num_bytes] if self._sending else None
+
+    def close(self) -> None:
+        """Stop queueing payloads: the reader is gone."""
+        self._is_closed = True
+        self._sent()
+        while self._waiting:
+            self._waiting.popleft()[0].release()
+        self._changed.set()
+
+    def _sent(self) -> None:
+        if self._sending:
+            self._sending[0].release()
+            self._sending = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftArenas:
+    """Arenas that a client is to unmap, by its numbers for them."""
+
+    numbers: Collection[int]
+
+
+class ClientArenas:
+    """The arenas that one client maps: none before `share`; its batches are then copied to it."""
+
+    def __init__(
+        self, held_in: Callable[[Arena], Sequence[int]], on_news: Callable[[], None]
+    ) -> None:
+        """Nothing is mapped.
+
+        Args:
+            held_in: the first steps of the batches in an arena that the client holds.
+            on_news: called when there is an arena that the client is to unmap.
+        """
+        self._held_in = held_in
+        self._on_news = on_news
+        self._shown: ShownArenas | None = None
+        self._left: list[int] = []  # the client is not yet told to unmap them
+        # first steps of the batches that the client has moved out of an arena once it is unmapped
+        self._moved: dict[int, Sequence[int]] = {}
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether the client maps arenas, so that batches are not copied to it."""
+        return self._shown is not None
+
+    def share(self, session_id: str, peer: Peer, first: Arena, on_gone: Callable[[], None]) -> bool:
+        """Let a client map the arenas from the first on; False if the side channel fails.
+
+        `on_gone` is called when the client leaves the side channel before the session's `end`.
+        """
+        shown = ShownArenas(session_id, peer, self._arena_left, on_gone)
+        if shown.show_first(first):
+            self._shown = shown
+        return self.are_shared
+
+    def number(self, arena: Arena) -> int | None:
+        """The client's number for an arena.
+
+        Args:
+            arena: of the batches that the client is sent now. If it is closed, the client is to
+                move them out and to unmap it.
+
+        Returns:
+            0 if the client maps nothing; None if it has left the side channel.
+        """
+        if self._shown is None:
+            return 0
+        number = self._shown.number(arena)
+        if arena.is_closed:
+            self._shown.arena_left(arena)
+        return number
+
+    def take_left(self) -> LeftArenas | None:
+        """The arenas that the client must be told to unmap; None if empty."""
+        left, self._left = self._left, []
+        return LeftArenas(left) if left else None
+
+    def unmapped(self, numbers: Collection[int]) -> list[int]:
+        """Note that the client has unmapped these; the first steps that it no longer holds."""
+        steps: list[int] = []
+        for number in numbers:
+            if self._shown:
+                self._shown.unmapped(number)
+            steps += self._moved.pop(number, ())
+        return steps
+
+    def end(self, release: Callable[[], None], *, holds: bool) -> None:
+        """Call `release` once the client reads no shared memory any more.
+
+        That is now if it maps no arena, or `holds` none that another process reads.
+        """
+        shown, self._shown = self._shown, None
+        if shown:
+            shown.end(release, holds=holds)
+        else:
+            release()
+
+    def _arena_left(self, arena: Arena, number: int) -> None:
+        self._moved[number] = self._held_in(arena)
+        self._left.append(number)
+        self._on_news()
+
 
 _MAX_CREDITS = 1 << 20
 

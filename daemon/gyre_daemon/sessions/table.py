@@ -2,29 +2,75 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from gyre_protos.text import counted
 
+from gyre_daemon import __version__
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
-from gyre_daemon.monitoring.jobs import JobKey
+from gyre_daemon.monitoring.exposition import Census
+from gyre_daemon.monitoring.metrics import OTHERS, JobKey, SessionGauges, SessionTotals
+from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner
-from gyre_daemon.order.planning import planner_for
-from gyre_daemon.order.skipping import in_words
-from gyre_daemon.runtime.audit import audit_event
-from gyre_daemon.runtime.descriptors import check_descriptors
-from gyre_daemon.runtime.events import debug_event
-from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.order.quality import ShuffleQuality, average
+from gyre_daemon.order.steps import in_words
+from gyre_daemon.runtime.events import audit_event, debug_event
+from gyre_daemon.runtime.limits import check_descriptors
+from gyre_daemon.runtime.liveness import LoopLag
+from gyre_daemon.runtime.threads import Flow
 from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.session import Session, joinable_rank
 from gyre_daemon.sessions.shared_stream import DaemonResources
-from gyre_daemon.sessions.weights import weights_of
+
+
+class Weights(NamedTuple):
+    """The shares of a job's turns.
+
+    Attributes:
+        in_user: relative to other jobs of the same user.
+        of_user: relative to other users.
+    """
+
+    in_user: float
+    of_user: float
+
+
+def weights_of(user: str, job: str, patterns: Mapping[str, float]) -> Weights:
+    """The weights of a user's job.
+
+    The first pattern that matches weighs the job among those of its user. A client chooses the name
+    of its job, so only a pattern `USER/JOB` weighs against other users as well: the first one that
+    matches.
+
+    Args:
+        user: the name of a principal.
+        job: the job's name.
+        patterns: weights by `JOB` or `USER/JOB`; the first slash ends the user.
+    """
+    named = [
+        ("/" in pattern, weight)
+        for pattern, weight in patterns.items()
+        if _matches(user, job, pattern)
+    ]
+    return Weights(
+        next((weight for _, weight in named), 1.0),
+        next((weight for has_user, weight in named if has_user), 1.0),
+    )
+
+
+def _matches(user: str, job: str, pattern: str) -> bool:
+    of_user, slash, of_job = pattern.partition("/")
+    if not slash:
+        return fnmatch.fnmatchcase(job, pattern)
+    return fnmatch.fnmatchcase(user, of_user) and fnmatch.fnmatchcase(job, of_job)
+
 
 Result = TypeVar("Result")
 
@@ -289,3 +335,83 @@ def _in_words(planner: BatchPlanner) -> str:
 def _who(reader: Reader) -> str:
     peer = "" if reader.peer is None else f", peer {reader.peer},"
     return f"rank {reader.rank}{peer} of job {reader.job!r}"
+
+
+# Limits on the spreads of balanced batches in one status: some tenths of a second of a thread.
+_MAX_SPREAD_SAMPLES, _MAX_SPREADS = 1 << 14, 64
+
+
+def take_census(
+    sessions: SessionTable, loop_lag: LoopLag | None = None, *, with_names: bool = True
+) -> Census:
+    """The state of a daemon now.
+
+    Args:
+        sessions: the open ones.
+        loop_lag: of the event loop.
+        with_names: whether jobs are told apart; otherwise all count as `OTHERS`.
+    """
+    budget = sessions.resources.budget
+    by_job = [(job if with_names else OTHERS, session) for job, session in sessions.by_job()]
+    totals = _totals(sessions, with_names=with_names)
+    jobs = dict.fromkeys(totals, SessionGauges())  # without a session, zeros
+    qualities: dict[JobKey, list[ShuffleQuality]] = {}
+    for job, session in by_job:
+        jobs[job] += session.gauges
+        if quality := session.shuffle.quality:
+            qualities.setdefault(job, []).append(quality)
+    return Census(
+        version=__version__,
+        counts=sessions.resources.metrics,
+        is_draining=sessions.draining,
+        memory_budget_bytes=budget.limit_bytes,
+        memory_reserved_bytes=budget.reserved_bytes,
+        memory_abandoned_bytes=budget.abandoned_bytes,
+        num_sessions=len(by_job),
+        totals=totals,
+        jobs=jobs,
+        qualities={
+            (*job, of): value
+            for job, each in qualities.items()
+            for of, value in asdict(average(each)).items()
+        },
+        loop_lag=loop_lag or LoopLag(),
+    )
+
+
+def _totals(sessions: SessionTable, *, with_names: bool) -> Mapping[JobKey, SessionTotals]:
+    live = ((job, session.totals) for job, session in sessions.by_job())
+    totals = sessions.resources.metrics.jobs.totals(live)
+    if with_names or not totals:
+        return totals
+    return {OTHERS: sum(totals.values(), start=SessionTotals())}
+
+
+async def spreads_of(
+    sessions: Sequence[Session], table: SessionTable, user: str
+) -> list[float | None]:
+    """By how much the most expensive rank exceeded the mean in the last step of each session.
+
+    Args:
+        sessions: of any jobs; all ranks of a job have the same.
+        table: of all sessions.
+        user: the user who asks.
+
+    Returns:
+        None where nothing is balanced, or batches are too large to look at for a status.
+    """
+    asked: dict[object, Callable[[], float | None]] = {}
+    keys: list[object] = []
+    for session in sessions:
+        its, step = session.request, session.next_step
+        size, world_size = its.order.global_batch_size, its.reader.world_size
+        job = its.owner.name, its.reader.fence, its.dataset.fingerprint
+        key = *job, its.order, its.balance, world_size, step
+        keys.append(key)
+        is_asked = its.balance and step and size <= _MAX_SPREAD_SAMPLES
+        if is_asked and len(asked) < _MAX_SPREADS:
+            asked.setdefault(key, partial(session.planner.spread, step - 1, world_size))
+    if not asked:
+        return [None] * len(keys)
+    found = await table.compute(user, lambda: {key: work() for key, work in asked.items()})
+    return [found.get(key) for key in keys]

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import first_error
-from gyre_daemon.runtime.fair import NO_JOB, Claims, Flow
 from gyre_daemon.runtime.positioned import PositionedFile
+from gyre_daemon.runtime.threads import NO_JOB, Claims, Flow
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from gyre_daemon.transforms.dtypes import dtype_of
+from gyre_daemon.transforms.messages import dtype_of
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 Floating = Literal["float32", "float16", "bfloat16"]

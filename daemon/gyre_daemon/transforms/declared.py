@@ -15,12 +15,12 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.fair import NO_JOB
+from gyre_daemon.runtime.threads import NO_JOB
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.transforms.dtypes import BFLOAT16, dtype_of, name_of
 from gyre_daemon.transforms.kept import Held, Keep, KeptDataset, as_records, cut, kept
 from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
 from gyre_daemon.transforms.messages import (
+    BFLOAT16,
     ENCODER,
     RECIPE_DECODER,
     Described,
@@ -28,6 +28,8 @@ from gyre_daemon.transforms.messages import (
     Recipe,
     SourceField,
     Step,
+    dtype_of,
+    name_of,
 )
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.transform import Cost

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.runtime.script_objects import load_script_object
+from gyre_daemon.runtime.plug_ins import load_script_object
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 LEARNT, LEARNT_BYTES = "learnt", 16 << 10

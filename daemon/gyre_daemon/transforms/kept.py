@@ -27,6 +27,7 @@ from gyre_daemon.datasets.formats import (
 )
 from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.order.shuffle.blocks import (
     BlockTable,
     BlockTables,
@@ -34,7 +35,6 @@ from gyre_daemon.order.shuffle.blocks import (
     blocks_that_begin_at,
 )
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.messages import Step

@@ -18,8 +18,7 @@ import numpy as np
 
 from gyre_daemon.config.tables import parse_options
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.transforms.chain import Chain, TransformFailed
-from gyre_daemon.transforms.dtypes import dtype_of, name_of
+from gyre_daemon.transforms.chain import Chain, SampleGenerators, TransformFailed
 from gyre_daemon.transforms.messages import (
     ENCODER,
     HEAD,
@@ -35,9 +34,10 @@ from gyre_daemon.transforms.messages import (
     Recipe,
     SourceField,
     Step,
+    dtype_of,
+    name_of,
 )
 from gyre_daemon.transforms.names import own_target
-from gyre_daemon.transforms.seeding import SampleGenerators
 from gyre_daemon.transforms.transform import Field, Sample, Transform
 
 # Exchanges that stay mapped: to map one again faults in its pages once more. Files that the daemon

@@ -10,7 +10,7 @@ import numpy as np
 
 from gyre_daemon.monitoring.metrics import TransformCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import Claims, Flow
+from gyre_daemon.runtime.threads import Claims, Flow
 from gyre_daemon.transforms.messages import (
     DESCRIBED_DECODER,
     DONE_DECODER,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.runtime.fair import FairQueue
-from gyre_daemon.runtime.threads import in_thread
+from gyre_daemon.runtime.threads import FairQueue, in_thread
 from gyre_daemon.workers import protocol
 from gyre_daemon.workers.protocol import Kind, Message
 from gyre_daemon.workers.supervisor import ForkServer, Process

@@ -19,7 +19,7 @@ class Computation(Protocol):
 
     @classmethod
     def preload(cls) -> None:
-        """Import what most processes need: once in the server, for all that it forks later."""
+        """Import common modules: once in the server, for all that it forks later."""
 
     def answer(self, body: memoryview, descriptors: Sequence[int]) -> bytes:
         """The reply's body.
@@ -40,7 +40,7 @@ class ComputeWork:
         self._computation: Computation | None = None
 
     def prepare(self, body: bytes | bytearray) -> None:
-        """Import the class, and what it needs."""
+        """Import the class with its imports."""
         _, target = body.decode().split(" ")
         if target not in self._known:
             module, _, name = target.partition(":")

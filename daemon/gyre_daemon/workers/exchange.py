@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.runtime.fair import Claims, FairQueue
 from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.runtime.threads import Claims, FairQueue
 
 _PAGE_BYTES = mmap.PAGESIZE
 # Files are as large as powers of two from here on, so that one serves chunks of similar sizes.

@@ -1,4 +1,4 @@
-"""The processes' side: a server that forks the processes of its kind, and what all of them share.
+"""The processes' side: a server that forks the processes of its kind, and their common code.
 
 A server is started once, with its modules imported, so that a further process takes some
 milliseconds. All processes of a server end with the daemon, however that ends.
@@ -31,13 +31,13 @@ class Work(Protocol):
     name: str
 
     def prepare(self, body: bytes | bytearray) -> None:
-        """Do in the server what a process would do first; `body` is that of `FORK`."""
+        """Do in the server the first work of a process; `body` is that of `FORK`."""
 
     def begin(self, body: bytes | bytearray) -> None:
         """Begin in a process that was just forked."""
 
     def answer(self, request: Message) -> Message | None:
-        """Do what a request says; its reply, if it has one."""
+        """Carry out a request; its reply, if it has one."""
 
 
 def serve(connection: socket.socket, work: Work) -> NoReturn:

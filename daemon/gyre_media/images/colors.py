@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 from gyre_daemon.transforms.cast import Floating
-from gyre_daemon.transforms.dtypes import dtype_of
+from gyre_daemon.transforms.messages import dtype_of
 from gyre_daemon.transforms.transform import Field, Sample
 from msgspec import Meta
 

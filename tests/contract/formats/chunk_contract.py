@@ -17,7 +17,7 @@ from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
 from gyre_daemon.datasets.formats.indexes.chunks import Expected, StoredChunk
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location

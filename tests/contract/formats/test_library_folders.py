@@ -17,7 +17,7 @@ from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard

@@ -14,7 +14,7 @@ from gyre_daemon.datasets.scans.manifests import ManifestReader
 from gyre_daemon.datasets.scans.processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
 from gyre_daemon.storage.location import parse_location

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.runtime.threads import Flow
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions

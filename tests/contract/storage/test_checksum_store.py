@@ -13,8 +13,7 @@ from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.runtime.threads import DaemonThreads
+from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import stat_shard

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.runtime.fair import Claims, Flow
+from gyre_daemon.runtime.threads import Claims, Flow
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.engine.admission import AdmissionQueue

@@ -5,8 +5,8 @@ import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from gyre_daemon.runtime.fair import Claims, Flow
 from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.runtime.threads import Claims, Flow
 from gyre_daemon.workers.exchange import ExchangeRoom
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import pytest
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, NotAllowed
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opening.opener import StorageOpener

@@ -10,7 +10,7 @@ import pytest
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats import lines
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.latency import FAST_S, SLOW_S, Latency

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gyre_daemon.errors import CorruptSample, InvalidRequest, NotAllowed, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opening.opener import StorageOpener

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage import checksums
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.errors import StorageUnavailable
-from gyre_daemon.memory.arena import Arena
+from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.local import local
 from gyre_daemon.storage.local.gather import memory_at

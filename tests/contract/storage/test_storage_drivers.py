@@ -17,7 +17,7 @@ from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 from gyre_daemon.errors import InvalidRequest, NotAllowed, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opening.opener import StorageOpener

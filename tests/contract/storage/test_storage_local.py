@@ -22,7 +22,7 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.local import local
 from gyre_daemon.storage.local.thread_reads import ThreadReads

@@ -11,7 +11,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.registry import known_implementations
 from gyre_daemon.errors import GyreError, InvalidRequest
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opening.opener import StorageOpener

@@ -12,7 +12,7 @@ from fsspec import register_implementation
 from fsspec.registry import known_implementations
 from gyre_daemon.errors import CorruptSample, NotAllowed
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location

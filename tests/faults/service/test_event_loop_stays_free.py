@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre_client import Loader
 from gyre_daemon.datasets.formats.values import check_json, check_text
 from gyre_daemon.fetching.prefetch import Prefetcher, Spec
+from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner, Order
-from gyre_daemon.order.planning import planner_for
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 

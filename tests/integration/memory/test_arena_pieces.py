@@ -4,12 +4,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gyre_daemon.memory.arena import Slot
-from gyre_daemon.memory.arena_registry import ArenaRegistry
-from gyre_daemon.memory.arenas import Arenas
+from gyre_daemon.memory.arenas import ArenaRegistry, Arenas, Slot
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.share import divide
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 
 BATCH_BYTES = 1 << 20
 

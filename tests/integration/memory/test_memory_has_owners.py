@@ -19,14 +19,12 @@ from gyre_client import Loader
 from gyre_client.errors import CorruptSample
 from gyre_daemon.access.principal import peer_principal
 from gyre_daemon.memory import sidechannel
-from gyre_daemon.memory.arena import Arena, Slot
-from gyre_daemon.memory.arena_registry import ArenaRegistry
-from gyre_daemon.memory.arenas import Arenas
+from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, Slot
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.file_watch import FileWatch
+from gyre_daemon.memory.memfile import FileWatch
 from gyre_daemon.memory.share import divide
 from gyre_daemon.memory.sidechannel import Peer, ShownArenas
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.storage.base import ArenaClosed
 
 from tests.arenas import mapped_arena_bytes

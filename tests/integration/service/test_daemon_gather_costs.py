@@ -15,10 +15,10 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.fetching.fetch import Fetcher
-from gyre_daemon.memory.arena import Arena
+from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.order.planner import BatchPlanner, Order
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer

@@ -18,8 +18,8 @@ from gyre_daemon.monitoring.http_ports import (
     Probes,
     metrics_application,
 )
-from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.runtime.listen import TcpAddress
+from gyre_daemon.runtime.liveness import LoopLag
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector

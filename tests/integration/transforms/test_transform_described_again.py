@@ -11,7 +11,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.monitoring.metrics import Metrics, TransformCounts
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor, Flow
+from gyre_daemon.runtime.threads import NO_JOB, FairExecutor, Flow
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms

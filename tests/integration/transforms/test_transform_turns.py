@@ -14,7 +14,7 @@ from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions

@@ -7,9 +7,8 @@ consumer which batches it was sent and holds, and of every batch group whether i
 from dataclasses import dataclass, field
 
 from gyre_daemon.memory.share import Share, divide
-from gyre_daemon.sessions import instructions, stream_state
-from gyre_daemon.sessions.stream_state import StreamState
-from gyre_daemon.sessions.streams import Consumer, Group, Stream
+from gyre_daemon.sessions import stream_state
+from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -50,25 +49,25 @@ class Runner:
         left = self.state.instructions
         while left:
             match left.popleft():
-                case instructions.Open(stream):
+                case stream_state.Open(stream):
                     assert stream not in self.slots
                     self.slots[stream] = {}
                     self.shares[stream] = stream.share
                     self.changed.add(stream)
-                case instructions.Close(stream):
+                case stream_state.Close(stream):
                     del self.slots[stream], self.shares[stream]
                     self.changed.discard(stream)
                     self.in_flight = [group for group in self.in_flight if group.stream != stream]
-                case instructions.Free(group):
+                case stream_state.Free(group):
                     assert not any(
                         held is group for each in self.readers for _, held in each.held.values()
                     ), "a slot is not free while somebody holds it"
                     del self.slots[group.stream][group]
-                case instructions.Wake(consumer):
+                case stream_state.Wake(consumer):
                     self.reader_of(consumer).is_asleep = False
-                case instructions.Detached(consumer):
+                case stream_state.Detached(consumer):
                     self.reader_of(consumer).num_detached += 1
-                case instructions.Fetch(stream):
+                case stream_state.Fetch(stream):
                     assert stream in self.slots
                     self.changed.add(stream)
 

@@ -21,8 +21,7 @@ from gyre_daemon.fetching.layout import (
     write_own_tensors,
 )
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
-from gyre_daemon.order.stages import Stage
-from gyre_daemon.order.steps import BatchPlan, GroupPlan
+from gyre_daemon.order.steps import BatchPlan, GroupPlan, Stage
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st

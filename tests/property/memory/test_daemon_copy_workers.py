@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.memory.arena import Arena
+from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.workers import copy_workers as pool
 from gyre_daemon.workers import supervisor
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.fetching.batch_group import BatchGroup
-from gyre_daemon.memory.arena import Arena, Slot
-from gyre_daemon.runtime.fair import Flow
-from gyre_daemon.sessions.data_rank import DataRank, RankPeer
-from gyre_daemon.sessions.streams import Consumer, Stream
+from gyre_daemon.fetching.fetch import BatchGroup
+from gyre_daemon.memory.arenas import Arena, Slot
+from gyre_daemon.runtime.threads import Flow
+from gyre_daemon.sessions.shared_stream import DataRank, RankPeer
+from gyre_daemon.sessions.stream_state import Consumer, Stream
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -142,7 +142,7 @@ class RankModel(RuleBasedStateMachine):
         if rank is None:
             consumer, _ = self.streams.join(step, ahead)
             flow = Flow("job", "user")
-            rank = DataRank(self.streams, consumer, flow, "run", may_have_peers=True)
+            rank = DataRank(cast("Any", self.streams), consumer, flow, "run", may_have_peers=True)
             self.ranks.append(rank)
         peer = rank.join(number, step, lambda: None, lambda _: None)
         self.clients.append(Client(peer, step))

@@ -5,8 +5,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gyre_daemon.runtime.fair import Claims, FairExecutor, FairQueue, Flow
-from gyre_daemon.sessions.weights import Weights, weights_of
+from gyre_daemon.runtime.threads import Claims, FairExecutor, FairQueue, Flow
+from gyre_daemon.sessions.table import Weights, weights_of
 from hypothesis import given
 from hypothesis import strategies as st
 

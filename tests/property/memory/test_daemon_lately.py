@@ -1,9 +1,15 @@
 """Rates of a session over the last seconds, however its batches are grouped."""
 
 import pytest
-from gyre_daemon.monitoring.jobs import SessionTotals
-from gyre_daemon.monitoring.lately import MIN_GAP_S, SILENCE_S, SPAN_S, Recorder
-from gyre_daemon.monitoring.occupancy import StorageShare, WindowTimes
+from gyre_daemon.monitoring.metrics import (
+    MIN_GAP_S,
+    SILENCE_S,
+    SPAN_S,
+    Recorder,
+    SessionTotals,
+    StorageShare,
+    WindowTimes,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,8 +2,14 @@
 
 from itertools import pairwise
 
-from gyre_daemon.monitoring.jobs import OTHERS, JobKey, Jobs, SessionTotals
-from gyre_daemon.monitoring.occupancy import Occupancy, WindowTimes
+from gyre_daemon.monitoring.metrics import (
+    OTHERS,
+    JobKey,
+    Jobs,
+    Occupancy,
+    SessionTotals,
+    WindowTimes,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 

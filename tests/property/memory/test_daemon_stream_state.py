@@ -1,7 +1,7 @@
 """All shared streams of one spec against a simple model, and scenes of readers that differ."""
 
 from gyre_daemon.sessions import stream_state
-from gyre_daemon.sessions.streams import TOLERATED, Consumer
+from gyre_daemon.sessions.stream_state import TOLERATED, Consumer
 from hypothesis import settings
 
 from tests.property.memory.stream_model import Reader, Runner, StreamModel, share_for

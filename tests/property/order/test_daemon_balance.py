@@ -10,10 +10,8 @@ from gyre_daemon.fetching import prefetch
 from gyre_daemon.order import balance as balance_module
 from gyre_daemon.order import planner as planner_module
 from gyre_daemon.order.balance import Balance, CostRule
-from gyre_daemon.order.packing import PackRule, pack_documents
-from gyre_daemon.order.planner import BatchPlanner, Order, Tail
-from gyre_daemon.order.sequences import Sequences
-from gyre_daemon.order.substitutes import NO_SAMPLES
+from gyre_daemon.order.packing import PackRule, Sequences, pack_documents
+from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, Tail
 from hypothesis import given
 from hypothesis import strategies as st
 

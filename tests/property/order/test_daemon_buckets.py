@@ -7,9 +7,8 @@ import pytest
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule, padding
 from gyre_daemon.order.cursor import Cursor, check_cursor, check_transforms, decode_cursor
-from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail
-from gyre_daemon.order.stages import Stage
-from gyre_daemon.order.substitutes import NO_SAMPLES
+from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, OrderMode, Tail
+from gyre_daemon.order.steps import Stage
 from hypothesis import given
 from hypothesis import strategies as st
 

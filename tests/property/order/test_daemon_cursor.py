@@ -9,7 +9,7 @@ import pytest
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.cursor import NUM_BEFORE, Cursor, check_cursor, decode_cursor
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
-from gyre_daemon.order.stages import Stage
+from gyre_daemon.order.steps import Stage
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,10 +14,9 @@ from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.mixed_packing import pack_sources
 from gyre_daemon.order.balance import Balance, CostRule
 from gyre_daemon.order.cursor import Cursor, decode_cursor, skipping
-from gyre_daemon.order.mixture_state import MixtureState, check_mixture
+from gyre_daemon.order.mixture import MixtureState, check_mixture, planner_for
 from gyre_daemon.order.packing import PackRule
 from gyre_daemon.order.planner import BatchPlanner, Order
-from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.quotas import Phase
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from hypothesis import given

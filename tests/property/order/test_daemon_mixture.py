@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.cursor import Cursor, decode_cursor
-from gyre_daemon.order.mixture import Mixture, MixturePlanner
-from gyre_daemon.order.mixture_state import MixtureState, check_mixture
+from gyre_daemon.order.mixture import (
+    Mixture,
+    MixturePlanner,
+    MixtureState,
+    check_mixture,
+    planner_for,
+)
 from gyre_daemon.order.planner import Order
-from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.quotas import Phase, Quotas, apportioned, whole_weights
 from hypothesis import given
 from hypothesis import strategies as st

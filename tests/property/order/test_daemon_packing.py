@@ -10,12 +10,9 @@ from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.packing import pack
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import lay_out_packed, locate_packed, max_packed_bytes
-from gyre_daemon.order.best_fit import best_fit
-from gyre_daemon.order.packing import Overlong, PackRule, pack_documents
-from gyre_daemon.order.planner import BatchPlanner, Order, Tail
-from gyre_daemon.order.sequences import Sequences
+from gyre_daemon.order.packing import Overlong, PackRule, Sequences, best_fit, pack_documents
+from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, Tail
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.order.substitutes import NO_SAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 

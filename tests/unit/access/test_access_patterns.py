@@ -1,10 +1,10 @@
 """Patterns of users and jobs: what can match nobody is refused, or a warning."""
 
 import pytest
-from gyre_daemon.access.patterns import check_patterns, unmatched
+from gyre_daemon.access.policy import check_patterns, unmatched
 from gyre_daemon.config import DaemonConfig, DatasetConfig, LimitsConfig, UserLimits
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.sessions.weights import weights_of
+from gyre_daemon.sessions.table import weights_of
 
 USERS = [
     "uid:1004", "uid:0", "uid:*", "uid:[1-9]???", "u*", "*", "?id:3", "[ut]*", "*:ci",

@@ -5,9 +5,8 @@ import os
 import pwd
 
 import pytest
-from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.policy import Policy, parse_admin, parse_allow
 from gyre_daemon.access.principal import ANONYMOUS, Principal
-from gyre_daemon.access.rules import parse_admin, parse_allow
 from gyre_daemon.config import DaemonConfig, DatasetConfig, parse_dataset
 from gyre_daemon.errors import ConfigError, NotAllowed
 

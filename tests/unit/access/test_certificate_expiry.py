@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import pytest
 from cryptography import x509
-from gyre_daemon.access.expiry import expires_at
-from gyre_daemon.access.tokens import TokenStore
+from gyre_daemon.access.credentials import TokenStore, expires_at
 from gyre_daemon.errors import NotAuthenticated
-from gyre_daemon.service.authentication import Authenticator
+from gyre_daemon.service.guard import Authenticator
 
 from tests.certificates import Authority
 

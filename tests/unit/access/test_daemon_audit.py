@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gyre_daemon.cli import main
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.audit import AuditFile, audit_event, reopen_audit_file
+from gyre_daemon.runtime.events import AuditFile, audit_event, reopen_audit_file
 
 from tests.waiting import until
 
@@ -68,8 +68,8 @@ def test_a_file_system_that_hangs_holds_up_nobody(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gyre_daemon.runtime.audit._MAX_WAITING", 2)
-    monkeypatch.setattr("gyre_daemon.runtime.audit._MAX_FLUSH_S", 0.01)
+    monkeypatch.setattr("gyre_daemon.runtime.events._MAX_WAITING", 2)
+    monkeypatch.setattr("gyre_daemon.runtime.events._MAX_FLUSH_S", 0.01)
     answers = threading.Event()
     audit_file._threads.submit(answers.wait)
     with caplog.at_level(logging.ERROR, "gyre_daemon"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from gyre_daemon.config import load, parse_dataset, parse_size
-from gyre_daemon.config.file import misspelt_variables
-from gyre_daemon.config.secrets import hide, shown
+from gyre_daemon.config.load import misspelt_variables
+from gyre_daemon.config.tables import hide, shown
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.listen import check_distinct, parse_address, parse_http_address
 from gyre_daemon.service.requests import to_ad_hoc

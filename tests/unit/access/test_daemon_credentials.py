@@ -2,8 +2,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from gyre_daemon.access.failures import FailureLimit
-from gyre_daemon.access.tokens import TokenStore
+from gyre_daemon.access.credentials import FailureLimit, TokenStore
 from gyre_daemon.errors import ConfigError, NotAuthenticated, Overloaded
 from gyre_daemon.runtime.listen import check_tls, parse_address
 

@@ -19,7 +19,7 @@ from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import error_from
 from gyre_client.transport.outage import Outage
 from gyre_daemon import errors
-from gyre_daemon.service.status import DOMAIN, STATUS_CODES, to_status
+from gyre_daemon.service.guard import DOMAIN, STATUS_CODES, to_status
 
 PROTOS = Path(gyre_protos.__file__).parent
 

@@ -5,10 +5,16 @@ from dataclasses import replace
 
 import pytest
 from gyre_daemon.monitoring.exposition import Census, new_registry
-from gyre_daemon.monitoring.jobs import JobKey, SessionGauges, SessionTotals
-from gyre_daemon.monitoring.metrics import Metrics, RequestCount, RequestLabels
-from gyre_daemon.monitoring.occupancy import WindowTimes
-from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
+from gyre_daemon.monitoring.metrics import (
+    JobKey,
+    Metrics,
+    RequestCount,
+    RequestLabels,
+    SessionGauges,
+    SessionTotals,
+    WindowTimes,
+)
+from gyre_daemon.runtime.liveness import BOUNDS_S, LoopLag
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 

@@ -1,6 +1,6 @@
 """The record of how long batches took."""
 
-from gyre_daemon.fetching.timing import BatchTiming, BatchTimings
+from gyre_daemon.fetching.fetch import BatchTiming, BatchTimings
 from gyre_daemon.service.convert import from_timing
 from gyre_daemon.storage.delays import Delays
 

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from gyre_daemon.memory.arena import Arena
+from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.file_watch import FileWatch
+from gyre_daemon.memory.memfile import FileWatch
 
 NUM_BYTES = 1 << 20
 

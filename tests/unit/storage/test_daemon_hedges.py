@@ -3,7 +3,7 @@
 import random
 from unittest.mock import Mock
 
-from gyre_daemon.runtime.fair import NO_JOB, Flow
+from gyre_daemon.runtime.threads import NO_JOB, Flow
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.engine.hedges import Hedges, most_needed_first
 from gyre_daemon.storage.engine.request import Attempt, RangeRequest

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from gyre_daemon.monitoring.metrics import CacheCounts
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.cache.node import NodeCache
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.local import single_files

@@ -14,7 +14,7 @@ import torch
 from cykooz_resizer import CpuExtensions
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
-from gyre_daemon.transforms.dtypes import dtype_of
+from gyre_daemon.transforms.messages import dtype_of
 from gyre_media.images.augment import RandAugment
 from gyre_media.images.colors import (
     ColorJitter,

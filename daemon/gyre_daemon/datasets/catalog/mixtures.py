@@ -12,8 +12,8 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.mixing import MixedIndex, Part
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.mixture import MixedSource, Mixture, source_seed
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.order.quotas import Phase, whole_weights
-from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.mixed import MixedStorage
 
 Sources = Sequence[tuple[str, Dataset]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from gyre_daemon.config import PackConfig
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.packing import pack
-from gyre_daemon.order.substitutes import NO_SAMPLES
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.threads import compute
 
 # Each takes 20 bytes for each document. Jobs keep the one that they read in any case; with fewer,

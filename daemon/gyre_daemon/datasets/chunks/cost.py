@@ -17,7 +17,7 @@ from gyre_daemon.datasets.cost import (
 )
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
-from gyre_daemon.order.planning import planner_for
+from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
 from gyre_daemon.storage.cache.cells import whole_pages
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.chunks.decoding import DecodeRequest
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
-from gyre_daemon.runtime.fair import Claims, FairExecutor
+from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap

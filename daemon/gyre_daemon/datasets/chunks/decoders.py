@@ -11,7 +11,7 @@ from gyre_daemon.datasets.scans.processes import (
     scanned,
 )
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.runtime.fair import Claims
+from gyre_daemon.runtime.threads import Claims
 from gyre_daemon.workers.compute_workers import ComputeServer, ComputeWorkers, WorkerLost
 from gyre_daemon.workers.exchange import Exchange
 

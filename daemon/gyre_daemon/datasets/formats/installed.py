@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 from gyre_daemon.datasets.formats.base import Arrays, Probe, Scan
 from gyre_daemon.datasets.formats.entry import FormatEntry
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.plug_ins import included
-from gyre_daemon.runtime.script_objects import load_script_object
+from gyre_daemon.runtime.plug_ins import included, load_script_object
 
 GROUP = "gyre.formats"
 _MEMBERS = ("pattern", "unpacks_gzip", "inspection", "assemble")

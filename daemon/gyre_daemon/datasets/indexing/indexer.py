@@ -67,7 +67,7 @@ from gyre_daemon.datasets.scans.processes import ScanProcesses
 from gyre_daemon.datasets.scans.read_ahead import Beside
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
-from gyre_daemon.order.substitutes import NO_SAMPLES
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage

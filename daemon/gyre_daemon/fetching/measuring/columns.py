@@ -27,8 +27,7 @@ from gyre_daemon.order.shuffle.blocks import BlockTable
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairExecutor, Flow
-from gyre_daemon.runtime.threads import compute
+from gyre_daemon.runtime.threads import FairExecutor, Flow, compute
 
 SUFFIX = ".gyre-columns"
 _VERSION, _CODES, _TEXTS, _ENDS = "column/1", "values", "texts", "ends"

@@ -27,10 +27,9 @@ from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.measuring.shards import AT_ONCE, ShardMeasurer, ShardPart
 from gyre_daemon.fetching.measuring.shared_work import SharedWork, WorkByKey
 from gyre_daemon.fetching.portions import PortionReader
-from gyre_daemon.order.substitutes import NO_SAMPLES
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.runtime.threads import compute
+from gyre_daemon.runtime.threads import FairExecutor, compute
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.kept import KeptDataset

@@ -15,12 +15,11 @@ from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, first_error
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.runtime.fair import Claims, Flow
-from gyre_daemon.runtime.threads import compute
+from gyre_daemon.runtime.threads import Claims, Flow, compute
 from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset

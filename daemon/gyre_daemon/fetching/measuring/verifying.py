@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import NO_JOB, Claims, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor
 from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import Flow
-from gyre_daemon.runtime.threads import compute
+from gyre_daemon.runtime.threads import Flow, compute
 from gyre_daemon.storage.base import BlockCache, ReadPlan, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers

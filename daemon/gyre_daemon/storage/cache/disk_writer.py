@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.disk import DiskCache
 from gyre_daemon.storage.cache.mirror import Mirror

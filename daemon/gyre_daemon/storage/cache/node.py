@@ -23,7 +23,7 @@ import numpy.typing as npt
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import Claims, FairExecutor, FairQueue, Flow
+from gyre_daemon.runtime.threads import Claims, FairExecutor, FairQueue, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.cells import BlockMemory

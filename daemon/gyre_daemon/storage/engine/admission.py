@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.runtime.fair import Claims, FairQueue, Flow
+from gyre_daemon.runtime.threads import Claims, FairQueue, Flow
 
 
 class AdmissionQueue:

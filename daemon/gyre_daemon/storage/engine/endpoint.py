@@ -27,7 +27,7 @@ from gyre_daemon.monitoring.metrics import (
     RequestLabels,
 )
 from gyre_daemon.runtime.events import debug_event
-from gyre_daemon.runtime.fair import FairQueue, Flow
+from gyre_daemon.runtime.threads import FairQueue, Flow
 from gyre_daemon.storage.engine.admission import AdmissionQueue
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.engine.hedges import Hedges

@@ -14,7 +14,7 @@ first only the 64 earliest requests count, and a response is late once all but t
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 
-from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.runtime.threads import Flow
 from gyre_daemon.storage.engine.request import Attempt, RangeRequest
 
 # The budget: each request earns this part of a hedge, up to the reserve, of which a part is kept

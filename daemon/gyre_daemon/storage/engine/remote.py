@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import RequestKind
-from gyre_daemon.runtime.fair import NO_JOB, Flow
+from gyre_daemon.runtime.threads import NO_JOB, Flow
 from gyre_daemon.storage.base import MAX_GAP_BYTES, ReadPlan, Reads, ShardBounds
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.changes import ChangeCheck, Look

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import RequestKind
-from gyre_daemon.runtime.fair import Flow, Turn
+from gyre_daemon.runtime.threads import Flow, Turn
 from gyre_daemon.storage.delays import Delays, RequestDelays
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.response import Body, ByteRange, Response

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, WritableArena
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums

@@ -19,7 +19,7 @@ import numpy as np
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads
 from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root
 from gyre_daemon.storage.checksums import unknown

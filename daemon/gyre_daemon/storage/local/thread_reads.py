@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import ArenaClosed, ReadPlan, Reads, ShardBounds
 from gyre_daemon.storage.local.slow_reads import ReadRange, SlowReads
 from gyre_daemon.storage.shard import Shard

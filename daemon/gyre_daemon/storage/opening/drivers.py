@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from gyre_daemon.config.secrets import hide
+from gyre_daemon.config.tables import hide
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
 from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.storage.location import Location, endpoint_name, redact

@@ -21,9 +21,8 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
-from gyre_daemon.runtime.threads import compute, in_thread
+from gyre_daemon.runtime.threads import FairExecutor, compute, in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions

@@ -7,7 +7,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from gyre_daemon.errors import ConfigError, InvalidRequest
-from gyre_daemon.runtime.script_objects import load_script_object
+from gyre_daemon.runtime.plug_ins import load_script_object
 
 CLASS = "class"  # among the settings of a storage: the file of the class
 _ABSENT = "gyre_daemon.absent.Absent"  # where fsspec looks for a class that was not passed

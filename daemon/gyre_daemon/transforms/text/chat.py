@@ -8,8 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gyre_daemon.transforms.text.files import read_file, set_of, version_of
-from gyre_daemon.transforms.text.libraries import TOKEN, load_hugging_face
+from gyre_daemon.transforms.text.libraries import (
+    TOKEN,
+    load_hugging_face,
+    read_file,
+    set_of,
+    version_of,
+)
 from gyre_daemon.transforms.text.templates import Rendered, Renderer, Span, Templates
 from gyre_daemon.transforms.text.tokens import MANY, OfText
 from gyre_daemon.transforms.transform import Field, Sample

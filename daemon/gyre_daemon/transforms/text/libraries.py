@@ -1,14 +1,78 @@
-"""Tokenizers by the libraries that define them, whose ids are the right ones for a dataset."""
+"""Tokenizers by the libraries that define them, their files, and the faster engine for some.
+
+It is used if its ids of the dataset's first samples are equal. After that, text with the name of a
+special token is left to the library, because there the two differ first; of all other texts, one in
+`_CHECKED_ONE_IN` is compared, chosen by its contents.
+"""
 
 import base64
+import hashlib
+import importlib
+import importlib.util
+import json
 import os
-from collections.abc import Callable
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.transforms.text.files import BYTES, module_of
+from gyre_daemon.transforms.transform import Transform
+
+BYTES = "bytes"  # in place of a tokenizer's file: each byte is a token
+_MAX_FILE_BYTES = 256 << 20
+
+
+def set_of(transform: Transform, **values: object) -> None:
+    """Set attributes that a transform derives from its options."""
+    for name, value in values.items():
+        object.__setattr__(transform, name, value)  # it is frozen
+
+
+def read_file(path: str) -> bytes:
+    """The contents of a tokenizer's file.
+
+    Raises:
+        ValueError: it cannot be read, or is too large.
+    """
+    if not Path(path).is_absolute():
+        raise ValueError(f"{path!r:.200} must be an absolute path, or {BYTES!r}")
+    try:
+        with Path(path).open("rb") as file:
+            contents = file.read(_MAX_FILE_BYTES + 1)
+    except IsADirectoryError as error:
+        raise ValueError(
+            f"{path!r:.200} is a folder; name the file in it, such as tokenizer.json"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{path!r:.200} cannot be read: {error.strerror}") from error
+    if len(contents) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path!r:.200} has more than {_MAX_FILE_BYTES} bytes")
+    return contents
+
+
+def version_of(*contents: bytes) -> int:
+    """A number that tells the contents of files from others."""
+    digest = hashlib.blake2b(digest_size=7)
+    for each in contents:
+        digest.update(hashlib.blake2b(each, digest_size=16).digest())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def module_of(name: str) -> Any:
+    """A library that the extra `text` installs.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name} is not installed. Run pip install 'gyre-ml[text]'.") from error
+
 
 TOKEN = np.dtype("<i4")
 Ids = npt.NDArray[np.int32]
@@ -94,3 +158,61 @@ def _ranks(path: str, contents: bytes, pattern: str) -> Encode:
     except Exception as error:
         raise ValueError(f"{path!r:.200} has no ranks of tokens: {error!s:.300}") from error
     return lambda text: np.array(loaded.encode_ordinary(text), TOKEN)
+
+
+# The library takes 20 times the time of an engine, so this costs about as much as the engine.
+_CHECKED_ONE_IN = 64
+
+
+def installed_engines() -> Sequence[str]:
+    """The engines that can be imported here."""
+    return [name for name in _LOADERS if importlib.util.find_spec(name)]
+
+
+def load_engine(
+    name: str, path: str, contents: bytes, library: Encode, *, special_tokens: bool
+) -> Encode:
+    """A function that turns text into ids as the library does, by an engine.
+
+    Args:
+        name: of the engine.
+        path: of the `tokenizer.json`.
+        contents: of the file.
+        library: gives the ids that count.
+        special_tokens: whether the tokenizer adds those of the file.
+
+    Raises:
+        ValueError: the engine cannot read the file.
+    """
+    try:
+        fast = _LOADERS[name](path, special_tokens)
+        special = _special_tokens(contents)
+    except Exception as error:
+        raise ValueError(f"{name} cannot read {path!r:.200}: {error!s:.300}") from error
+
+    def encode(text: str) -> Ids:
+        if special and special.search(text):
+            return library(text)
+        ids = fast(text)
+        if not zlib.crc32(text.encode()) % _CHECKED_ONE_IN and not np.array_equal(
+            ids, library(text)
+        ):
+            raise ValueError(
+                f'{name} makes other ids of it than the library; set engine = "library"'
+            )
+        return ids
+
+    return encode
+
+
+def _special_tokens(contents: bytes) -> "re.Pattern[str] | None":
+    added = [each["content"] for each in json.loads(contents).get("added_tokens") or ()]
+    return re.compile("|".join(map(re.escape, added))) if added else None
+
+
+def _tokie(path: str, special_tokens: bool) -> Encode:
+    loaded: Any = module_of("tokie").Tokenizer.from_json(path)
+    return lambda text: np.array(loaded.encode(text, special_tokens).ids, TOKEN)
+
+
+_LOADERS: dict[str, Callable[[str, bool], Encode]] = {"tokie": _tokie}

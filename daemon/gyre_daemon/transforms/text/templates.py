@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gyre_daemon.transforms.text.files import read_file
+from gyre_daemon.transforms.text.libraries import read_file
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"  # the name under which tokenizers have their template for tools

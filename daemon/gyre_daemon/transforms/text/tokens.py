@@ -7,9 +7,18 @@ from typing import Literal
 
 import numpy as np
 
-from gyre_daemon.transforms.text.engines import installed_engines, load_engine
-from gyre_daemon.transforms.text.files import BYTES, read_file, set_of, version_of
-from gyre_daemon.transforms.text.libraries import TOKEN, Encode, is_hugging_face, load_library
+from gyre_daemon.transforms.text.libraries import (
+    BYTES,
+    TOKEN,
+    Encode,
+    installed_engines,
+    is_hugging_face,
+    load_engine,
+    load_library,
+    read_file,
+    set_of,
+    version_of,
+)
 from gyre_daemon.transforms.transform import Field, OfField, Sample
 
 MANY = (None,)
