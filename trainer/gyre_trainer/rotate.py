@@ -62,7 +62,7 @@ from gyre_trainer.rotation.rule import RotationPolicy, Rule
 from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.shards.quantized import Format, require_format
 from gyre_trainer.shards.sharded_parameters import refuse_random_writes, support_dtensors
-from gyre_trainer.whole.adapters import adapters_of, notice_later_adapters, use_norms_of_shards
+from gyre_trainer.whole.adapters import adapters_of, notice_later_adapters
 from gyre_trainer.whole.replicated import (
     MIN_READ_NUMEL,
     ReadRule,
@@ -72,7 +72,6 @@ from gyre_trainer.whole.replicated import (
     reads_much,
     register_forward_method,
     replicate,
-    shard_base,
     shard_own,
     share_cut,
 )
@@ -396,8 +395,6 @@ class _Walk:
 
     def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
         adapters, read = adapters_of(module), read_layers_of(module)
-        use_norms_of_shards(module)
-        shard_base(module, self._target, self._min_numel)
         for name, child in module.named_children():
             inner = f"{path}.{name}".removeprefix(".")
             if child in read:

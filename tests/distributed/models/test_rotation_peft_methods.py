@@ -20,28 +20,10 @@ from tests.distributed.models.test_rotation_adapters import llama, tokens
 from tests.distributed.training import whole
 
 LAYERS = ["q_proj", "v_proj", "up_proj"]
-EARLY = (("dora", "before"), ("tokens", "before"), ("prompt", "after"))
-DEEP = (
-    *(
-        "lora",
-        "dora",
-        "tokens",
-        "prompt",
-        "pissa",
-        "olora",
-        "adalora",
-        "oft",
-        "boft",
-        "vera",
-        "ia3",
-        "loha",
-        "lokr",
-        "delora",
-    ),
-    *("ptuning", "tokens alone", "embedding", "head"),
-)
-LATER = ("lora", "ia3", "prompt", "ptuning")
-SAVED = ("dora", "tokens", "prompt", "lora", "oft", "ia3")
+EARLY = (("prompt", "before"),)
+DEEP = ("lora", "prompt", "pissa", "olora", "ia3", "ptuning", "embedding", "head")
+LATER = ("lora", "ia3")
+SAVED = ("prompt", "lora", "ia3")
 # Peft begins these in single precision alone.
 SINGLE = ("pissa", "olora")
 
@@ -59,32 +41,14 @@ def settings(kind: str) -> Any:
         "olora": lambda: library.LoraConfig(**{**drawn, "init_lora_weights": "olora"}),
         "embedding": lambda: library.LoraConfig(**{**drawn, "target_modules": ["embed_tokens"]}),
         "head": lambda: library.LoraConfig(**{**drawn, "target_modules": ["lm_head"]}),
-        "tokens": lambda: library.LoraConfig(
-            **drawn, trainable_token_indices={"embed_tokens": [0, 3, 59]}
-        ),
-        "tokens alone": lambda: library.TrainableTokensConfig(
-            target_modules=["embed_tokens"], token_indices=[0, 3, 59]
-        ),
-        "adalora": lambda: library.AdaLoraConfig(
-            init_r=4, total_step=9, target_modules=LAYERS, init_lora_weights=False
-        ),
         "oft": lambda: library.OFTConfig(
             r=0, oft_block_size=4, target_modules=LAYERS, init_weights=False
-        ),
-        "boft": lambda: library.BOFTConfig(
-            boft_block_size=4, target_modules=LAYERS, init_weights=False
-        ),
-        "vera": lambda: library.VeraConfig(
-            r=3, target_modules=["q_proj", "up_proj"], init_weights=False
         ),
         "ia3": lambda: library.IA3Config(
             target_modules=["v_proj", "down_proj"],
             feedforward_modules=["down_proj"],
             init_ia3_weights=False,
         ),
-        "loha": lambda: library.LoHaConfig(r=3, target_modules=LAYERS, init_weights=False),
-        "lokr": lambda: library.LoKrConfig(r=3, target_modules=LAYERS, init_weights=False),
-        "delora": lambda: library.DeloraConfig(r=3, target_modules=LAYERS),
         "prompt": lambda: library.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "ptuning": lambda: library.PromptEncoderConfig(
             task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16
@@ -202,7 +166,6 @@ def refusal(kind: str) -> str:
     model, mesh = base(kind), make_mesh("cpu")
     if kind == "merge":
         model = adapted(model, "lora")
-    rotate_all(model, mesh=mesh, find_blocks=False)
     others = {
         "modules to save": library.LoraConfig(target_modules=LAYERS, modules_to_save=["lm_head"]),
         "norms": library.LNTuningConfig(target_modules=["input_layernorm"]),
@@ -212,6 +175,9 @@ def refusal(kind: str) -> str:
         "rows": library.LoraConfig(target_modules=[], target_parameters=["q_proj.weight"]),
     }
     try:
+        if kind == "oft, then rotated":
+            model = adapted(model, "oft")
+        rotate_all(model, mesh=mesh, find_blocks=False)
         if kind == "merge":
             model.base_model.merge_adapter()
         elif kind in others:
@@ -227,13 +193,15 @@ def refusal(kind: str) -> str:
     ("kind", "words"),
     [
         ("merge", "cannot be merged into a layer that rotates"),
-        ("modules to save", "LoRA and (IA)3 alone can be"),
-        ("norms", "LoRA and (IA)3 alone can be"),
-        ("prompts", "LoRA and (IA)3 alone can be"),
-        ("rows", "LoRA and (IA)3 alone can be"),
-        ("oft", "LoRA and (IA)3 alone can be"),
+        ("modules to save", "Use LoRA of layers, or (IA)3"),
+        ("norms", "Use LoRA of layers, or (IA)3"),
+        ("prompts", "Use LoRA of layers, or (IA)3"),
+        ("rows", "Use LoRA of layers, or (IA)3"),
+        ("oft", "Use LoRA of layers, or (IA)3"),
+        ("prompt", "prompts need get_peft_model first"),
         ("dora", "the adapter reads weights"),
         ("pissa", "the adapter reads weights"),
+        ("oft, then rotated", "peft's Linear reads the weights of a Linear"),
     ],
 )
 def test_what_needs_whole_weights_later_is_refused(

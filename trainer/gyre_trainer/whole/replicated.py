@@ -10,7 +10,7 @@ Also here:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from gyre_trainer.shards.sharded_parameters import (
     successor_of,
 )
 from gyre_trainer.torch_internals import parameters_of, storage_number, tree_leaves, tree_map_only
-from gyre_trainer.whole.adapters import names_of_read_base, plain_adapters, require_whole
+from gyre_trainer.whole.adapters import plain_adapters, require_whole
 from gyre_trainer.whole.averaged_gradients import ReplicatedGradients, take_first_ranks_values
 from gyre_trainer.whole.gathered import GatheredParameter, saved_by_place
 
@@ -277,22 +277,7 @@ def shard_own(module: nn.Module, rule: ReadRule, target: RotationTarget) -> None
     Raises:
         RotationError: there is none, or one is on another device than the mesh.
     """
-    _shard(module, rule.cuts(module, target.num_slices), target)
-
-
-def shard_base(adapted: nn.Module, target: RotationTarget, min_numel: int) -> None:
-    """Cut what an adapted layer reads of the layer below, and gather it while its forward runs."""
-    names = [
-        name
-        for name in names_of_read_base(adapted)
-        if adapted.get_parameter(name).numel() >= max(1, min_numel)
-    ]
-    cuts = [cut_of(name, adapted.get_parameter(name), target.num_slices) for name in names]
-    _shard(adapted, cuts, target)
-
-
-def _shard(module: nn.Module, cuts: Iterable[Cut], target: RotationTarget) -> None:
-    for cut in cuts:
+    for cut in rule.cuts(module, target.num_slices):
         path, _, last = cut.name.rpartition(".")
         owner = module.get_submodule(path)
         sharded = cut_for_reading(owner.get_parameter(last), cut, target)
