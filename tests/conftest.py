@@ -81,6 +81,7 @@ LONGEST_FIRST = (
     "test_rotation_replicas",
     "test_train_replicas",
     "test_train_half_precision_memory",
+    "test_units_on_ray",
     "test_rotation_compiled",
     "test_rotation_bytes_sent",
 )

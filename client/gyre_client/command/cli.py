@@ -24,6 +24,7 @@ from gyre_client.command.convert import add_convert_arguments, convert
 from gyre_client.command.datasets import datasets
 from gyre_client.command.describe import add_describe_arguments, describe
 from gyre_client.command.drain import drain
+from gyre_client.command.engine import add_engine_argument
 from gyre_client.command.indexing import (
     add_index_arguments,
     add_measure_arguments,
@@ -148,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
         add(index, dataset, "build missing parts of a dataset's index, list changes")
     )
     add_measure_arguments(add(measure, dataset, "measure transformed samples before the first job"))
-    add(lint, dataset, "read every shard, check every sample, name corrupt or odd ones")
+    add_engine_argument(
+        add(lint, dataset, "read every shard, check every sample, name corrupt or odd ones")
+    )
     command = add(status, common, "sessions, memory and storage of a daemon")
     text = "only problems, each with its remedy; exit 1 if there is one"
     command.add_argument("--check", action="store_true", help=text)

@@ -13,11 +13,12 @@ from gyre_protos.text import counted
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.engine import LOCAL, add_engine_argument, on_shards
+from gyre_client.command.engine import add_engine_argument, on_shards
 from gyre_client.command.transforms_file import add_transforms_argument, transforms_of
 from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, table
 from gyre_client.display.histograms import as_text
 from gyre_client.display.progress import Bar, progress_bar
+from gyre_client.prepare.units import LOCAL
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 20  # shards in the text for people; JSON has all of them
@@ -40,7 +41,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checksums",
         action="store_true",
-        help="read all local shards now, so that one that is touched later can be told",
+        help="read all local shards now, so that a later touch of one is told from a change",
     )
     add_engine_argument(parser)
 
@@ -183,6 +184,6 @@ class Indexed:
         if num_changed:
             return (
                 "all fit as before: a fingerprint covers only some of the bytes, "
-                "and what changed is not among them"
+                "and the changed ones are not among them"
             )
         return "all fit as before"

@@ -19,7 +19,7 @@ _MAX_BYTES = 1 << 20  # a chain has some hundred; a request of this size is refu
 def add_transforms_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Adds --transforms to a parser, or to a group of its arguments."""
     about = (
-        "what a script passes as Loader(transform=...): a JSON list, or the key `transforms` of a "
+        "a script's Loader(transform=...): a JSON list, or the key `transforms` of a "
         "file that ends in .toml; those of the dataset's definition if absent"
     )
     option = parser.add_argument("--transforms", type=Path, metavar="FILE", help=about)

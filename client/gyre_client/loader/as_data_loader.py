@@ -179,8 +179,8 @@ def check_reader(loader: object) -> None:
     if is_read and not isinstance(active, PreparedLoader):
         raise InvalidRequest(
             "accelerate would share out the batches of this Loader, of which each rank reads its "
-            "own part already. Import accelerate before you make the Loader, and read what "
-            "`Accelerator.prepare` then makes of it."
+            "own part already. Import accelerate before you make the Loader, and read the "
+            "result of `Accelerator.prepare`."
         )
 
 

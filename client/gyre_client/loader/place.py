@@ -382,7 +382,7 @@ class OneThread:
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 raise ConcurrentUse(
                     f"thread {threading.current_thread().name!r} uses {self._what} while thread "
-                    f"{names.get(self._last, 'that has just ended')!r} does. "
+                    f"{names.get(self._last, 'just ended')!r} does. "
                     "Use it in one thread at a time, or give each thread its own."
                 )
             self._last = get_ident()

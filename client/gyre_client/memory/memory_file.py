@@ -25,11 +25,11 @@ def check_memory(descriptor: int, num_bytes: int | None) -> None:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
         raise DaemonFault(
-            f"the daemon passed a file as shared memory that is none: {error.strerror}"
+            f"the daemon passed another kind of file as shared memory: {error.strerror}"
         ) from None
     if not seals & fcntl.F_SEAL_SHRINK:
         raise DaemonFault(
-            "the daemon passed shared memory that is not sealed against shrinking: it could end "
+            "the daemon passed shared memory without a seal against shrinking: it could end "
             "this process at any time"
         )
     found_bytes = os.fstat(descriptor).st_size

@@ -236,7 +236,7 @@ def chosen(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
 
 
 def _ignoring_errors(close: Callable[[], object]) -> None:
-    """Closes a file that is thrown away, after an error that is raised."""
+    """Closes a file to throw it away, after an error."""
     with contextlib.suppress(Exception):
         close()
 

@@ -1,13 +1,14 @@
-"""Indexes and measures the shards of a dataset in ranges, as units on Ray."""
+"""Indexes, measures and checks the shards of a dataset in ranges, as units on Ray."""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from google.protobuf.json_format import MessageToDict, ParseDict
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client import __version__
@@ -18,7 +19,8 @@ from gyre_client.transport.connection import Connection
 INDEX_DIR = "GYRE_INDEX_DIR"
 # Each unit lists all shards, so that there are not as many units as shards of a large dataset.
 _MAX_UNITS = 1000
-Work = Literal["index", "measure"]
+_SUMS = "num_samples", "num_bytes", "num_decoded", "num_left_out", "num_damaged"
+Work = Literal["index", "measure", "lint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,11 @@ class ShardUnit:
     transforms: pb.TransformList | None
 
     def run(self, connection: Connection, advance: Callable[[int, int], None]) -> dict[str, Any]:
-        """Does the work on the shards, whose result is in files of the daemon."""
+        """Does the work on the shards, whose result is in files of the daemon, or findings."""
         shards = pb.ShardRange(first=self.first, stop=self.stop)
+        if self.work == "lint":
+            found = findings_of(connection.lint(self.dataset, shards), lambda *_: None)
+            return {"samples": self.stop - self.first, "found": MessageToDict(found)}
         measures = self.work == "measure"
         progress = connection.index(
             self.dataset, shards=shards, transforms=self.transforms, measures=measures
@@ -44,8 +49,23 @@ class ShardUnit:
         return {"samples": self.stop - self.first}
 
 
+def findings_of(
+    messages: Iterable[pb.LintProgress], show: Callable[[pb.LintProgress, int], None]
+) -> pb.LintProgress:
+    """Returns the last message with the findings of all; `show` is told how many there are."""
+    last, findings, num_left_out = pb.LintProgress(), list[pb.LintFinding](), 0
+    for last in messages:
+        findings += last.findings
+        num_left_out += last.num_left_out
+        show(last, len(findings) + num_left_out)
+    del last.findings[:]
+    last.findings.extend(findings)
+    last.num_left_out = num_left_out
+    return last
+
+
 def run_on_shards(
-    works: tuple[Work, ...],
+    works: Sequence[Work],
     connection: Connection,
     dataset: pb.DatasetRef,
     transforms: pb.TransformList | None,
@@ -130,3 +150,23 @@ def _results(
         results = folder.results()
         folder.remove()
     return results
+
+
+def merged_findings(results: Mapping[int, Any]) -> pb.LintProgress:
+    """Returns the findings in all shards, as one call about all of them would."""
+    whole = pb.LintProgress()
+    for _, result in sorted(results.items()):
+        part = ParseDict(result["found"], pb.LintProgress())
+        for finding in part.findings:
+            if finding.HasField("sample_id"):
+                finding.sample_id += whole.num_samples
+        whole.findings.extend(part.findings)
+        for reason, num in part.not_decoded.items():
+            whole.not_decoded[reason] += num
+        for name in _SUMS:
+            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.num_shards += result["samples"]
+    if whole.num_damaged:  # ids behind an unread shard are not known
+        for finding in whole.findings:
+            finding.ClearField("sample_id")
+    return whole

@@ -1,12 +1,14 @@
 """Runs units of work, by threads of this process or by tasks of Ray, and keeps their results.
 
 A unit is independent of all others and deterministic, and its result is a small JSON object. The
-results are files in a folder. So a rerun does the units that are left, whoever was killed; one that
+results are files in a folder. So a rerun does the others, whoever was killed; one that
 was done twice, as Ray may do after it lost a node, has written the same twice.
 
 [Note: Units on Ray] A task talks to a daemon on its node: the one at the given address, or a
 private one, which all tasks of the job on that node share. Units have no data in them, and return
-none. Their output goes to storage that all nodes see, as the folder is. The driver only counts.
+none. Their output goes to storage that all nodes see, as the folder is. The driver only counts. It
+is a separate process: Ray ends its driver when a head or raylet dies, and may never return from
+`ray.shutdown`. The command says which units are left, or ends the driver.
 """
 
 import contextlib
@@ -15,16 +17,19 @@ import hashlib
 import importlib.util
 import json
 import logging
+import multiprocessing
 import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -57,6 +62,8 @@ MAX_IN_RAY = 1000
 # Units at once on one machine: one has its samples made while another one ends.
 _NUM_THREADS = 2
 _NUM_ATTEMPTS = 3  # of a task, with a daemon that ends or storage that stays away
+_LOOK_S = 1.0  # how often the driver looks whether the command has ended
+_SHUTDOWN_S = 20.0  # that Ray has to disconnect; on two cores it takes a second
 _JOB, _LOCK, _RESULTS = "job.json", "lock", "results"
 _CLUSTER = re.compile(r"ray://[A-Za-z0-9.\-]+:[0-9]{1,5}|ray://\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
 _MAX_REASON_CHARS = 500
@@ -216,10 +223,21 @@ def run_units(
     """
     done = folder.results()
     left = [unit for unit in units if unit.number not in done]
-    if engine.ray is None:
+    if engine.driver is None:
         _run_here(left, folder.path, connection, advance)
-    else:
-        _run_by_ray(left, folder.path, engine, daemons, advance)
+        return
+    try:
+        engine.driver.send((left, str(folder.path), daemons))
+        while step := engine.driver.recv():
+            reason, message, num_samples, num_elements = step
+            if reason:
+                raise getattr(errors, reason, GyreError)(message)
+            advance(num_samples, num_elements)
+    except (EOFError, OSError) as error:
+        raise StorageUnavailable(
+            f"Ray at {engine.name} ended its driver, as when a raylet or the head dies. "
+            "The same command does the rest"
+        ) from error
 
 
 def _run_here(
@@ -262,89 +280,104 @@ def _keep(path: Path, number: int, result: Result) -> None:
     write_whole(path / _RESULTS / f"{number:09d}.json", json.dumps(result))
 
 
-def _run_by_ray(
-    units: Sequence[Unit],
-    path: Path,
-    engine: "Engine",
-    daemons: Daemons,
-    advance: Callable[[int, int], None],
-) -> None:
-    ray: Any = engine.ray
-    task = ray.remote(num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=MAX_RETRIES)(_run_on_node)
-    waiting, running = iter(units), dict[Any, int]()
-    while True:
-        while len(running) < MAX_IN_RAY and (unit := next(waiting, None)) is not None:
-            running[task.remote(unit, str(path), daemons)] = unit.number
-        if not running:
-            return
-        ended, _ = ray.wait(list(running), num_returns=1)
-        for each in ended:
-            number = running.pop(each)
-            try:
-                reason, message, result = ray.get(each)
-            except ray.exceptions.RayError as error:
-                raise _failure(ray, error, engine.name, number) from error
-            if reason:
-                raise getattr(errors, reason, GyreError)(message)
-            advance(result.get("samples", 0), result.get("elements", 0))
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What does the units.
 
     Attributes:
         name: From `check_engine`.
-        ray: The module, connected; None for threads of this process.
+        driver: To the process of Ray's driver; None for threads of this process.
     """
 
     name: str
-    ray: Any = None
+    driver: Pipe | None = None
 
 
 @contextlib.contextmanager
 def opened(engine: str) -> Iterator[Engine]:
-    """An engine; Ray is connected to a cluster, or to one that ends with the context.
-
-    Raises:
-        InvalidRequest: Ray cannot be used.
-    """
+    """An engine; a Ray of this machine ends with the context."""
     if engine == LOCAL:
         yield Engine(engine)
         return
+    spawn = multiprocessing.get_context("spawn")
+    ours, its = spawn.Pipe()
+    folder = tempfile.mkdtemp(prefix="gyre-ray-")
+    driver = spawn.Process(target=_drive, args=(engine, folder, its), daemon=True)
+    driver.start()
+    its.close()
+    try:
+        yield Engine(engine, ours)
+    finally:
+        ours.close()
+        driver.join(_SHUTDOWN_S)
+        driver.kill()  # the kernel kills a Ray that it started, too
+        driver.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _drive(engine: str, folder: str, pipe: Pipe) -> None:
+    """Does jobs by tasks of Ray, until the other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C, which the command gets, too
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            ray = _connected(engine, folder)
+        except Exception as error:  # Ray's are many
+            address = os.environ.get("RAY_ADDRESS", engine) if engine == RAY else engine
+            text = f"Ray at {address} cannot be used: {_last_line(error)}"
+            pipe.send((InvalidRequest.__name__, text, 0, 0))
+            return
+        try:
+            while True:
+                units, path, daemons = pipe.recv()
+                for step in _run_by_ray(ray, units, path, engine, daemons, pipe):
+                    pipe.send(step)
+                pipe.send(())
+        finally:
+            ray.shutdown()
+
+
+def _connected(engine: str, folder: str) -> Any:
+    """Returns Ray, connected to a cluster, or to one of this machine that keeps its files there."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     address = os.environ.get("RAY_ADDRESS") if engine == RAY else engine
-    folder = ""
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not address:
-        folder = tempfile.mkdtemp(prefix="gyre-ray-")
         # Whoever reaches its ports must know the token. Ray would write one to the home folder.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        options |= {
+            "num_cpus": len(os.sched_getaffinity(0)),
+            "object_store_memory": 100 << 20,  # results are small
+            "include_dashboard": False,
+            "_temp_dir": folder,
+        }
     import ray  # noqa: PLC0415  # it reads the environment, and takes a second
 
-    try:
-        if address:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            ray.init(
-                "local",
-                num_cpus=len(os.sched_getaffinity(0)),
-                object_store_memory=100 << 20,  # results are small
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=folder,
-            )
-    except Exception as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise InvalidRequest(
-            f"Ray at {address or engine} cannot be used: {_last_line(error)}"
-        ) from error
-    try:
-        yield Engine(engine, ray)
-    finally:
-        ray.shutdown()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+    ray.init(address or "local", **options)
+    return ray
+
+
+def _run_by_ray(
+    ray: Any, units: Sequence[Unit], path: str, engine: str, daemons: Daemons, pipe: Pipe
+) -> Iterator[tuple[str, str, int, int]]:
+    """Yields the class of an error and its message, or the samples and elements of a unit."""
+    task = ray.remote(num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=MAX_RETRIES)(_run_on_node)
+    waiting, running = iter(units), dict[Any, int]()
+    while True:
+        while len(running) < MAX_IN_RAY and (unit := next(waiting, None)) is not None:
+            running[task.remote(unit, path, daemons)] = unit.number
+        if not running:
+            return
+        ended, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_S)
+        if pipe.poll():  # the command ended
+            raise EOFError
+        for each in ended:
+            number = running.pop(each)
+            try:
+                reason, message, result = ray.get(each)
+            except ray.exceptions.RayError as error:
+                failure = _failure(ray, error, engine, number)
+                reason, message, result = type(failure).__name__, str(failure), {}
+            yield reason, message, result.get("samples", 0), result.get("elements", 0)
 
 
 def _failure(ray: Any, error: Exception, engine: str, number: int) -> GyreError:

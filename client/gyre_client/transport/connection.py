@@ -227,9 +227,14 @@ class Connection:
         )
         return checked_progress(self._messages(self._stub.IndexDataset, request))
 
-    def lint(self, dataset: pb.DatasetRef) -> Iterator[pb.LintProgress]:
-        """Has every shard and every sample of a dataset checked; yields twice per shard."""
-        request = pb.LintDatasetRequest(dataset=dataset)
+    def lint(
+        self, dataset: pb.DatasetRef, shards: pb.ShardRange | None = None
+    ) -> Iterator[pb.LintProgress]:
+        """Has every shard and every sample of a dataset checked; yields twice per shard.
+
+        With `shards`, these alone.
+        """
+        request = pb.LintDatasetRequest(dataset=dataset, shards=shards)
         return checked_findings(self._messages(self._stub.LintDataset, request))
 
     def read_samples(self, request: pb.ReadSamplesRequest) -> Iterator[pb.SamplesChunk]:

@@ -127,6 +127,7 @@ def from_lint_progress(progress: LintProgress) -> pb.LintProgress:
             for each in progress.findings
         ],
         num_left_out=progress.num_left_out,
+        num_damaged=progress.num_damaged,
         num_decoded=progress.media.get("", 0),
         not_decoded={reason: num for reason, num in progress.media.items() if reason},
     )

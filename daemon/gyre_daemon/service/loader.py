@@ -255,8 +255,9 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Check every shard and every sample."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve_stored(request.dataset, caller)
-        with self._long_calls.one(caller, name):
-            checking = self._catalog.lint(name, config, check_media)
+        calls = self._range_calls if request.HasField("shards") else self._long_calls
+        with calls.one(caller, name):
+            checking = self._catalog.lint(name, config, check_media, requests.to_shards(request))
             async with contextlib.aclosing(unheld(checking)) as linting:
                 async for progress in linting:
                     yield convert.from_lint_progress(progress)

@@ -216,7 +216,7 @@ def to_pack(message: pb.OptionTable) -> PackConfig:
     return parse_pack(_OptionReader().table(message.values, depth=1), "pack")
 
 
-def to_shards(request: pb.IndexDatasetRequest) -> range | None:
+def to_shards(request: pb.IndexDatasetRequest | pb.LintDatasetRequest) -> range | None:
     """The shards that a call is about; None for all of a dataset."""
     if not request.HasField("shards"):
         return None

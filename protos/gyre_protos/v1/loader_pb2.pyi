@@ -942,18 +942,28 @@ class LintDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def shards(self) -> Global___ShardRange:
+        """These shards alone are checked. The ids of samples count from the first of them. A format that is not scanned shard by shard is
+        checked with the first one.
+        """
+
     def __init__(
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
+        shards: Global___ShardRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "dataset", b"dataset", "shards", b"shards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "dataset", b"dataset", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shards: _TypeAlias = _typing.Literal["shards"]  # noqa: Y015
+    _WhichOneofArgType__shards: _TypeAlias = _typing.Literal["_shards", b"_shards"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shards) -> _WhichOneofReturnType__shards | None: ...
 
 Global___LintDatasetRequest: _TypeAlias = LintDatasetRequest  # noqa: Y015
 
@@ -990,6 +1000,7 @@ class LintProgress(_message.Message):
     NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
     NUM_DECODED_FIELD_NUMBER: _builtins.int
     NOT_DECODED_FIELD_NUMBER: _builtins.int
+    NUM_DAMAGED_FIELD_NUMBER: _builtins.int
     num_scanned: _builtins.int
     """shards whose structure was read so far"""
     num_checked: _builtins.int
@@ -1003,6 +1014,8 @@ class LintProgress(_message.Message):
     """new findings without a name here"""
     num_decoded: _builtins.int
     """images and sounds that were decoded so far"""
+    num_damaged: _builtins.int
+    """shards so far that cannot be read"""
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___LintFinding]:
         """new ones, at most 1,000"""
@@ -1023,10 +1036,11 @@ class LintProgress(_message.Message):
         num_left_out: _builtins.int = ...,
         num_decoded: _builtins.int = ...,
         not_decoded: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_damaged: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "not_decoded", b"not_decoded", "num_bytes", b"num_bytes", "num_checked", b"num_checked", "num_decoded", b"num_decoded", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_scanned", b"num_scanned", "num_shards", b"num_shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "not_decoded", b"not_decoded", "num_bytes", b"num_bytes", "num_checked", b"num_checked", "num_damaged", b"num_damaged", "num_decoded", b"num_decoded", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_scanned", b"num_scanned", "num_shards", b"num_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

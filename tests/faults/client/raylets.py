@@ -1,9 +1,9 @@
 """`python raylets.py` runs three raylets, at 127.0.0.2 to .4, until its standard input ends.
 
-It prints the address of their client server, and the process ids of the raylets, as JSON.
+It prints the address of their client server. The second and third raylet begin with a line of its
+input: it prints the process id of each, and so for every further line, at the next address.
 """
 
-import json
 import sys
 import time
 from typing import Any
@@ -23,17 +23,13 @@ def main() -> None:
         "no_monitor": True,
     }
     try:
-        for number, ip in enumerate(("127.0.0.2", "127.0.0.3", "127.0.0.4")):
-            ports = {"ray_client_server_port": CLIENT_PORT, "runtime_env_agent_port": AGENT_PORT}
-            cluster.add_node(node_ip_address=ip, **{**node, **({} if number else ports)})
-        pids = [
-            each.process.pid
-            for node in cluster.list_all_nodes()
-            for each in node.all_processes["raylet"]
-        ]
-        address = f"ray://127.0.0.2:{CLIENT_PORT}"
-        print(json.dumps({"address": address, "raylets": pids}), flush=True)
-        sys.stdin.read()
+        ports = {"ray_client_server_port": CLIENT_PORT, "runtime_env_agent_port": AGENT_PORT}
+        cluster.add_node(node_ip_address="127.0.0.2", **node, **ports)
+        print(f"ray://127.0.0.2:{CLIENT_PORT}", flush=True)
+        for number, _ in enumerate(sys.stdin, 3):
+            added = cluster.add_node(node_ip_address=f"127.0.0.{number}", **node)
+            (raylet,) = added.all_processes["raylet"]
+            print(raylet.process.pid, flush=True)
     finally:
         cluster.shutdown()
         time.sleep(0.5)

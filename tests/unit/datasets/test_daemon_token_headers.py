@@ -145,7 +145,7 @@ def test_the_digest_covers_where_ids_begin() -> None:
         (llm_c(IDS.astype("<u2"), magic=20240326), "looks like a model checkpoint of llm.c"),
         (
             megatron_idx([5, 6], 2, 8),
-            "looks like the index of a Megatron dataset; name the .bin file beside it",
+            "looks like the index of a Megatron dataset; name the .bin file next to it",
         ),
     ],
 )

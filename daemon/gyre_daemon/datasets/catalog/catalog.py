@@ -294,7 +294,11 @@ class Catalog:
         yield progress.finished(dataset, previous, names, was_appended=was_appended)
 
     async def lint(
-        self, name: str, config: DatasetConfig, check_media: CheckMedia
+        self,
+        name: str,
+        config: DatasetConfig,
+        check_media: CheckMedia,
+        shards: range | None = None,
     ) -> AsyncGenerator[LintProgress, None]:
         """Read every shard and check every sample, whatever was found before; see `lint_dataset`.
 
@@ -302,9 +306,11 @@ class Catalog:
             name: from `resolve`.
             config: from `resolve`.
             check_media: see `lint_dataset`.
+            shards: these alone; None for all.
         """
-        async with self._lint_locks.setdefault(name, asyncio.Lock()):
-            linting = lint_dataset(self._indexer, self._shown(name), config, check_media)
+        lock = self._lint_locks.setdefault(name, asyncio.Lock())
+        async with lock if shards is None else contextlib.nullcontext():
+            linting = lint_dataset(self._indexer, self._shown(name), config, check_media, shards)
             async with contextlib.aclosing(linting) as progress:
                 async for each in progress:
                     yield each

@@ -75,6 +75,7 @@ class LintProgress:
         num_left_out: new findings without a name.
         media: how many images and sounds were decoded so far, under an empty text, and how many
             not, by the reason.
+        num_damaged: shards so far that cannot be read.
     """
 
     num_scanned: int
@@ -85,10 +86,15 @@ class LintProgress:
     findings: Sequence[Finding] = ()
     num_left_out: int = 0
     media: Mapping[str, int] = field(default_factory=dict)
+    num_damaged: int = 0
 
 
 async def lint_dataset(
-    indexer: Indexer, name: str | None, config: DatasetConfig, check_media: CheckMedia
+    indexer: Indexer,
+    name: str | None,
+    config: DatasetConfig,
+    check_media: CheckMedia,
+    chosen: range | None = None,
 ) -> AsyncGenerator[LintProgress, None]:
     """Check a dataset, and report each shard once it is scanned and once it is checked.
 
@@ -97,6 +103,7 @@ async def lint_dataset(
         name: for messages; None for an ad-hoc dataset.
         config: its definition.
         check_media: decodes images and sounds; it is called in other processes.
+        chosen: check these shards alone, whose samples count from 0; None for all.
 
     Raises:
         ConfigError, InvalidRequest: the definition makes no sense.
@@ -105,13 +112,17 @@ async def lint_dataset(
     opening = await indexer.begin(name, config)
     opening.damaged = {}
     tally = _Tally(LintProgress(0, 0, len(opening.source.shards)))
-    async with contextlib.aclosing(indexer.scan(opening, None)) as scanning:
+    numbers = _chosen_of(opening, chosen)
+    if not numbers:
+        yield tally.progress
+        return
+    async with contextlib.aclosing(indexer.scan(opening, None, numbers)) as scanning:
         async for scanned in scanning:
             failure = opening.damaged.get(scanned.number)
             yield tally.scanned(opening, scanned.number, failure)
     if tally.progress.num_scanned == 0:  # nothing is scanned in this format
         tally.all_scanned()
-    sound = [each for each in range(tally.progress.num_shards) if each not in opening.damaged]
+    sound = [each for each in numbers if each not in opening.damaged]
     shards = _SoundShards(opening, sound)
     try:
         index, damaged = await _assemble(indexer, opening, shards)
@@ -128,10 +139,7 @@ async def lint_dataset(
         return
     fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
     index = with_fields(index, fields)
-    decoded: DecodedShards | None = None
-    if chunks := chunks_of(index):
-        storage = DecodedStorage(shards, chunks, index.digest(), indexer.decoding)
-        decoded = DecodedShards(storage, chunks)
+    decoded = _decoded_of(indexer, shards, index)
     checking = indexer.checker.run(
         opening.location,
         decoded or shards,
@@ -148,6 +156,26 @@ async def lint_dataset(
                 continue
             empty = await compute(_first_empty, index, shard)
             yield tally.checked(shards, shard, by_shard.get(shard.number, ()), empty)
+
+
+def _decoded_of(
+    indexer: Indexer, shards: "_SoundShards", index: SampleIndex
+) -> DecodedShards | None:
+    """The shards as their chunks are decoded; None where samples are no rows of chunks."""
+    chunks = chunks_of(index)
+    if not chunks:
+        return None
+    return DecodedShards(DecodedStorage(shards, chunks, index.digest(), indexer.decoding), chunks)
+
+
+def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
+    """The numbers of the shards to check."""
+    numbers = range(len(opening.source.shards))
+    if chosen is None:
+        return numbers
+    if opening.scan is None:  # a probe reads all of them together
+        return numbers if chosen and not chosen.start else range(0)
+    return numbers[chosen.start : chosen.stop]
 
 
 async def _with_chunks(decoded: DecodedShards, shard: CheckedShard) -> CheckedShard:
@@ -246,7 +274,10 @@ class _Tally:
         if failure:
             findings.append(_of_shard(opening.source.shards[number].name, failure))
             num_checked += 1  # no sample of it can be
-        return self._next(findings, num_scanned=num_scanned, num_checked=num_checked)
+        num_damaged = len(opening.damaged or {})
+        return self._next(
+            findings, num_scanned=num_scanned, num_checked=num_checked, num_damaged=num_damaged
+        )
 
     def unfit(self, failure: CorruptSample) -> LintProgress:
         """The shards do not make one dataset, so no sample is checked."""

@@ -165,7 +165,7 @@ _TYPES = (
     ForeignType("a chunk of lit-gpt", _TO_FILE, rb"LITPKDS"),
     ForeignType(
         "the index of a Megatron dataset",
-        "name the .bin file beside it",
+        "name the .bin file next to it",
         rb"MMIDIDX\0\0|TNTIDX\0\0",
     ),
     ForeignType("a model checkpoint of llm.c", "name the files of token ids", _llm_c(20240326)),
