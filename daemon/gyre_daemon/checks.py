@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.catalog.catalog import Catalog
-from gyre_daemon.datasets.checks.replacement import CorruptReports
+from gyre_daemon.datasets.checks.samples import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import Format, ListedFormat
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards

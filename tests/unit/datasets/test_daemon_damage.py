@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gyre_daemon.config import parse_dataset
 from gyre_daemon.datasets.checks.damage import Damage, ShardFields, from_arrays, to_arrays
-from gyre_daemon.datasets.checks.replacement import (
+from gyre_daemon.datasets.checks.samples import (
     MAX_LINES,
     CorruptRecord,
     CorruptReports,

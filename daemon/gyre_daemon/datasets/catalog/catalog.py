@@ -11,7 +11,7 @@ from gyre_daemon.datasets.catalog.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.catalog.mixtures import Mixtures
 from gyre_daemon.datasets.catalog.packed_datasets import PackedDatasets
 from gyre_daemon.datasets.checks.damage import CheckMedia
-from gyre_daemon.datasets.checks.replacement import CorruptReports
+from gyre_daemon.datasets.checks.samples import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,

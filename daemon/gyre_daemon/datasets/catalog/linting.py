@@ -13,9 +13,8 @@ from typing import Literal, cast
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.checks.damage import CheckMedia, Damage
-from gyre_daemon.datasets.checks.samples import CheckedShard
-from gyre_daemon.datasets.chunks.checks import DecodedShards
+from gyre_daemon.datasets.checks.damage import CheckMedia
+from gyre_daemon.datasets.checks.samples import CheckedShard, DecodedShards
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
@@ -152,7 +151,11 @@ async def lint_dataset(
     async with contextlib.aclosing(checking) as checked:
         async for shard in checked:
             if decoded:
-                yield tally.checked(shards, await _with_chunks(decoded, shard), (), None)
+                number, first = shard.number, shard.first_sample
+                failed = {each.sample for each in decoded.failed_samples(number, first)}
+                damages = [each for each in shard.damages if each.sample not in failed]
+                left = replace(shard, damages=damages)
+                yield tally.checked(shards, left, (), None, decoded.failures_of(number))
                 continue
             empty = await compute(_first_empty, index, shard)
             yield tally.checked(shards, shard, by_shard.get(shard.number, ()), empty)
@@ -162,10 +165,10 @@ def _decoded_of(
     indexer: Indexer, shards: "_SoundShards", index: SampleIndex
 ) -> DecodedShards | None:
     """The shards as their chunks are decoded; None where samples are no rows of chunks."""
-    chunks = chunks_of(index)
-    if not chunks:
+    if not (chunks := chunks_of(index)):
         return None
-    return DecodedShards(DecodedStorage(shards, chunks, index.digest(), indexer.decoding), chunks)
+    storage = DecodedStorage(shards, chunks, index.digest(), indexer.decoding)
+    return DecodedShards(storage, chunks, index)
 
 
 def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
@@ -176,19 +179,6 @@ def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
     if opening.scan is None:  # a probe reads all of them together
         return numbers if chosen and not chosen.start else range(0)
     return numbers[chosen.start : chosen.stop]
-
-
-async def _with_chunks(decoded: DecodedShards, shard: CheckedShard) -> CheckedShard:
-    """The findings in a shard of chunks, with the chunks that cannot be decoded."""
-    number = shard.number
-    if not shard.num_bytes:  # it has no field with checks, so it was not read
-        await decoded.drain(number)
-    damages = [
-        Damage(each.sample, decoded.stored_offset(number, each.offset), each.reason)
-        for each in shard.damages
-        if not decoded.has_failed_at(number, each.offset)
-    ]
-    return replace(shard, damages=damages, chunk_failures=decoded.failures_of(number))
 
 
 async def _assemble(
@@ -290,6 +280,7 @@ class _Tally:
         shard: CheckedShard,
         damaged: Sequence[DamagedSample],
         empty: tuple[int, int, int] | None,
+        failures: Sequence[CorruptSample] = (),
     ) -> LintProgress:
         files = shards.shards[shard.number]
         name = files.name
@@ -304,7 +295,7 @@ class _Tally:
         findings = [
             of_sample("corrupt", sample, offset, reason) for offset, sample, reason in sorted(bad)
         ]
-        failures = (*shard.chunk_failures, *([shard.failure] if shard.failure else ()))
+        failures = (*failures, *([shard.failure] if shard.failure else ()))
         findings += [_of_shard(name, failure) for failure in failures]
         if not shard.num_samples:
             findings.append(Finding("odd", name, 0, None, "it has no sample"))

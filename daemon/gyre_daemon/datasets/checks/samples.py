@@ -1,20 +1,25 @@
 """Checks every sample of a dataset, in processes that may be killed, and keeps the findings.
 
 A shard is checked once for each version of it: its damage is kept in a sidecar. Fields of plain
-bytes have nothing that could be wrong, and are not read.
+bytes have nothing that could be wrong, and are not read. Decoded shards are read chunk by chunk,
+past chunks that cannot be decoded. Corrupt samples that others replace are limited in number, and
+reported.
 """
 
 import asyncio
 import hashlib
 import json
 import os
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from gyre_protos.text import printable
 
 from gyre_daemon.datasets.checks.damage import (
     CheckMedia,
@@ -23,18 +28,100 @@ from gyre_daemon.datasets.checks.damage import (
     checkable,
     from_arrays,
     media_of,
+    to_arrays,
 )
+from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
 from gyre_daemon.datasets.scans.processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
-from gyre_daemon.errors import CorruptSample
+from gyre_daemon.errors import CorruptSample, Overloaded, first_error
+from gyre_daemon.runtime.ownership import make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
+from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opening.shard_files import opened_file
 from gyre_daemon.storage.shard import Shard
+
+_PIECE_BYTES = 4 << 20
+
+
+class DecodedShards:
+    """See `ShardFiles`. Chunks that cannot be decoded are read as zeros.
+
+    Attributes:
+        failures: by chunk, why it cannot be decoded.
+    """
+
+    def __init__(self, decoded: DecodedStorage, chunks: Chunks, index: SampleIndex) -> None:
+        """Decode nothing yet."""
+        self.shards = decoded.shards
+        self.failures: dict[int, CorruptSample] = {}
+        self._decoded, self._chunks = decoded, chunks
+        self._table = index.blocks(0)
+        self._turn = asyncio.Lock()  # one chunk is in memory at a time
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `ShardFiles.local_file`: decoded shards are no files."""
+        return None
+
+    async def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `ShardFiles.stream`."""
+        for chunk in np.flatnonzero(self._chunks.shard == shard).tolist():
+            async with self._turn:
+                memory = np.zeros(int(self._chunks.chunk_bytes[chunk]), np.uint8)
+                try:
+                    await self._decoded.read(
+                        Reads.into([memory], [shard], [int(self._chunks.base[chunk])])
+                    )
+                except* CorruptSample as errors:
+                    error = first_error(errors)
+                    assert isinstance(error, CorruptSample)
+                    self.failures[chunk] = error
+                for begin in range(0, len(memory), _PIECE_BYTES):
+                    yield memory[begin : begin + _PIECE_BYTES].tobytes()
+
+    async def drain(self, shard: int) -> None:
+        """Decode all chunks of a shard."""
+        async for _ in self.stream(shard):
+            pass
+
+    def failures_of(self, shard: int) -> list[CorruptSample]:
+        """Why chunks of a shard cannot be decoded, in their order."""
+        return [self.failures[chunk] for chunk in self._failed(shard)]
+
+    def failed_samples(self, shard: int, first_sample: int) -> list[Damage]:
+        """All samples of chunks that cannot be decoded, by their numbers in the shard."""
+        found = []
+        for chunk in self._failed(shard):
+            error, offset = self.failures[chunk], self._chunks.pieces(chunk)[-1][0]
+            reason = str(error.facts.get("reason", error))
+            first, stop = self._table.first_sample(np.array([chunk, chunk + 1])) - first_sample
+            found += [Damage(sample, offset, reason) for sample in range(int(first), int(stop))]
+        return found
+
+    def as_stored(self, shard: int, first_sample: int, damages: Sequence[Damage]) -> list[Damage]:
+        """The damages of a decoded shard, by the bytes of the stored one, with `failed_samples`.
+
+        Args:
+            shard: that was read whole.
+            first_sample: the id of its first sample.
+            damages: found in its decoded bytes.
+        """
+        found = {each.sample: each for each in self.failed_samples(shard, first_sample)}
+        chunks = np.flatnonzero(self._chunks.shard == shard)
+        for each in damages:
+            place = np.searchsorted(self._chunks.base[chunks], each.offset, side="right") - 1
+            offset = self._chunks.pieces(int(chunks[place]))[-1][0]
+            found.setdefault(each.sample, replace(each, offset=offset))
+        return [found[sample] for sample in sorted(found)]
+
+    def _failed(self, shard: int) -> list[int]:
+        return [chunk for chunk in sorted(self.failures) if self._chunks.shard[chunk] == shard]
+
 
 DAMAGE_SUFFIX = ".gyre-damage"
 # Shards checked at once; each takes a core while it is read.
@@ -52,7 +139,6 @@ class CheckedShard:
         num_bytes: that were checked.
         damages: its damaged samples by their number in the shard, in rising order.
         failure: why it could not be checked; empty if it could.
-        chunk_failures: why chunks of it cannot be decoded, where samples are rows of chunks.
         media: how many images and sounds were decoded, under an empty text, and how many not, by
             the reason.
     """
@@ -63,7 +149,6 @@ class CheckedShard:
     num_bytes: int
     damages: Sequence[Damage]
     failure: CorruptSample | None = None
-    chunk_failures: Sequence[CorruptSample] = ()
     media: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -149,27 +234,34 @@ class SampleChecker:
         try:
             for number in numbers:
                 fields = await compute(work.fields_of, number)
-                if fields is None:
+                decoded = isinstance(work.storage, DecodedShards) and work.num_samples(number) > 0
+                if fields is None and not decoded:
                     results.put_nowait(work.result(number))
                     continue
                 key = work.key(number, fields)
                 arrays = None if work.refresh else await self._load(work, number, key)
                 if arrays is None:
-                    process = process or await self._processes.start()
                     try:
-                        arrays = await _check_shard(process, work.storage, number, fields)
+                        if fields is None:
+                            arrays = to_arrays(())
+                        else:
+                            process = process or await self._processes.start()
+                            arrays = await _check_shard(process, work.storage, number, fields)
                     except CorruptSample as failure:
-                        if process.has_died:
+                        if process and process.has_died:
                             process.kill()
                             process = None
                         results.put_nowait(work.result(number, failure=failure))
                         continue
+                    arrays = await work.as_stored(number, arrays, was_read=fields is not None)
                     local = work.storage.local_file(number)
                     await self._sidecars.try_to_save(key, local, arrays)
                 damages = from_arrays(arrays, work.num_samples(number))
-                media = media_of(arrays) if work.check_media else {}
-                is_read = [not spec.media_type.startswith("video/") for spec in fields.specs]
-                num_bytes = int(fields.size[:, is_read].sum())
+                media, num_bytes = {}, 0
+                if fields is not None:
+                    media = media_of(arrays) if work.check_media else {}
+                    is_read = [not spec.media_type.startswith("video/") for spec in fields.specs]
+                    num_bytes = int(fields.size[:, is_read].sum())
                 results.put_nowait(work.result(number, num_bytes, damages, media=media))
         except Exception as error:
             results.put_nowait(error)
@@ -227,7 +319,17 @@ class _Work:
             self.check_media,
         )
 
-    def key(self, number: int, fields: ShardFields) -> SidecarKey:
+    async def as_stored(self, number: int, arrays: Arrays, *, was_read: bool) -> Arrays:
+        """The findings of a check, by the bytes of the shard as it is stored."""
+        if not isinstance(self.storage, DecodedShards):
+            return arrays
+        if not was_read:
+            await self.storage.drain(number)
+        first = int(self.bounds[number])
+        damages = from_arrays(arrays, self.num_samples(number))
+        return {**arrays, **to_arrays(self.storage.as_stored(number, first, damages))}
+
+    def key(self, number: int, fields: ShardFields | None) -> SidecarKey:
         """Of the damage; it covers what is checked: other options of a format, other keys."""
         digest = hashlib.blake2b(digest_size=16)
         named = [
@@ -240,13 +342,17 @@ class _Work:
                 spec.ragged,
                 spec.vocabulary,
             )
-            for spec in fields.specs
+            for spec in (fields.specs if fields else ())
         ]
         digest.update(json.dumps(named).encode())
-        for array in (fields.start, fields.size, fields.reserved, fields.skipped):
-            digest.update(array.tobytes())
+        if fields:
+            for array in (fields.start, fields.size, fields.reserved, fields.skipped):
+                digest.update(array.tobytes())
+        else:
+            digest.update(self.index.digest())
         shard = self.storage.shards[number]
-        kind = f"damage/1 {digest.hexdigest()}"
+        version = "chunks/2" if isinstance(self.storage, DecodedShards) else "damage/1"
+        kind = f"{version} {digest.hexdigest()}"
         return SidecarKey(self.location, shard.name, shard.size_bytes, shard.version, kind)
 
     def result(
@@ -297,3 +403,128 @@ async def _check_shard(
 def _check(num_samples: int, arrays: Arrays) -> None:
     """Refuse stored damage that cannot be this shard's."""
     from_arrays(arrays, num_samples)
+
+
+# Lines of a report, and characters of a text in it: 10 MiB at most. Beyond it, the last line says
+# how many samples it leaves out.
+MAX_LINES, _MAX_CHARS = 10_000, 500
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptRecord:
+    """One corrupt sample.
+
+    Attributes:
+        shard: the name of its shard, or of its file where samples are single files.
+        offset: the byte of that at which it, or its corrupt field, begins.
+        sample_id: its id in the dataset.
+        reason: the problem.
+    """
+
+    shard: str
+    offset: int
+    sample_id: int
+    reason: str
+
+
+class CorruptReports:
+    """The folder of all reports: a file for each dataset, for the daemon's user alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def write(self, name: str, identity: str, corrupt: Sequence[CorruptRecord]) -> Path:
+        """Write a dataset's report, whole or not at all, and return its path.
+
+        It is JSON Lines: `shard`, `offset`, `sample_id` and `reason` of each corrupt sample, in the
+        order of their ids and in visible ASCII. A dataset without any has no report.
+
+        Args:
+            name: of the dataset.
+            identity: distinguishes it from others of this name.
+            corrupt: its corrupt samples.
+
+        Raises:
+            Overloaded: it cannot be written.
+        """
+        digest = hashlib.blake2b(f"{name}\n{identity}".encode(), digest_size=8).hexdigest()
+        stem = f"{name}-{digest}" if _PLAIN.fullmatch(name) else digest
+        path = self._folder / f"{stem}.jsonl"
+        try:
+            await MOUNTS.answered(self._folder, _write, path, corrupt)
+        except OSError as error:
+            raise Overloaded(
+                f"the report of corrupt samples cannot be written to {path}: "
+                f"{error.strerror or error}; free some space, or set `report_dir`",
+                {"path": path, "reason": error.strerror or "unknown"},
+            ) from error
+        return path
+
+
+def _write(path: Path, corrupt: Sequence[CorruptRecord]) -> None:
+    if not corrupt:
+        path.unlink(missing_ok=True)
+        return
+    make_folder(path.parent)
+    unfinished = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with os.fdopen(open_ours(unfinished, flags), "wb") as file:
+            file.writelines(_lines(corrupt))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def check_limit(
+    name: str,
+    corrupt: Sequence[CorruptRecord],
+    num_samples: int,
+    max_corrupt: float,
+    num_more: int = 0,
+) -> None:
+    """Refuse a dataset with too many corrupt samples.
+
+    Args:
+        name: of the dataset.
+        corrupt: its corrupt samples.
+        num_samples: N.
+        max_corrupt: how many there may be; a fraction of N if it is no integer. Half of all is the
+            most in any case, since each good sample stands in for one other at most.
+        num_more: corrupt samples that were found before.
+
+    Raises:
+        CorruptSample: there are more; names the first.
+    """
+    limit = max_corrupt if isinstance(max_corrupt, int) else int(max_corrupt * num_samples)
+    limit = min(limit, num_samples // 2)
+    num = len(corrupt) + num_more
+    if num <= limit:
+        return
+    first = corrupt[0]
+    raise CorruptSample(
+        f"dataset `{name}` has {num} corrupt samples of {num_samples}, and max_corrupt = "
+        f"{max_corrupt} allows {limit}; the first is sample {first.sample_id} (shard "
+        f"{first.shard}, byte {first.offset}): {first.reason}. Repair the shards, or raise "
+        "max_corrupt.",
+        {
+            "dataset": name,
+            "num_corrupt": num,
+            "limit": limit,
+            **asdict(first),
+        },
+    )
+
+
+def _lines(corrupt: Sequence[CorruptRecord]) -> list[bytes]:
+    lines = []
+    for each in corrupt[:MAX_LINES]:
+        texts = {
+            key: printable(getattr(each, key)[:_MAX_CHARS])[:_MAX_CHARS]
+            for key in ("shard", "reason")
+        }
+        lines.append(json.dumps(asdict(each) | texts))
+    if len(corrupt) > MAX_LINES:
+        lines.append(json.dumps({"num_left_out": len(corrupt) - MAX_LINES}))
+    return [f"{line}\n".encode() for line in lines]

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
-from gyre_daemon.datasets.checks.samples import SampleChecker
-from gyre_daemon.datasets.chunks.checks import DecodedShards
+from gyre_daemon.datasets.checks.samples import (
+    CorruptRecord,
+    CorruptReports,
+    DecodedShards,
+    SampleChecker,
+    check_limit,
+)
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
-from gyre_daemon.datasets.chunks.failures import ChunkFailures
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.base import DamagedSample
 from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
@@ -27,7 +30,6 @@ class CorruptFinder:
     def __init__(
         self,
         checker: SampleChecker,
-        failures: ChunkFailures,
         decoding: DecodingRoom,
         reports: CorruptReports | None,
     ) -> None:
@@ -35,12 +37,10 @@ class CorruptFinder:
 
         Args:
             checker: checks samples.
-            failures: finds chunks that cannot be decoded.
             decoding: decodes them.
             reports: names the findings; None if the daemon has no folder for it.
         """
-        self._checker, self._failures = checker, failures
-        self._decoding, self._reports = decoding, reports
+        self._checker, self._decoding, self._reports = checker, decoding, reports
 
     async def find(
         self,
@@ -72,8 +72,7 @@ class CorruptFinder:
         decoded: DecodedShards | None = None
         if chunks := chunks_of(index):
             storage = DecodedStorage(served, chunks, index.digest(), self._decoding)
-            decoded = DecodedShards(storage, chunks)
-            damaged = await self._failures.samples(opening.location, served, storage, index)
+            decoded = DecodedShards(storage, chunks, index)
         corrupt = [
             CorruptRecord(
                 *served.shards[each.shard].place_of(each.offset), each.sample, each.reason
@@ -90,10 +89,8 @@ class CorruptFinder:
                     raise shard.failure
                 listed = served.shards[shard.number]
                 for damage in shard.damages:
-                    offset, sample = damage.offset, shard.first_sample + damage.sample
-                    if decoded:
-                        offset = decoded.stored_offset(shard.number, offset)
-                    corrupt.append(CorruptRecord(*listed.place_of(offset), sample, damage.reason))
+                    sample, place = shard.first_sample + damage.sample, damage.offset
+                    corrupt.append(CorruptRecord(*listed.place_of(place), sample, damage.reason))
         corrupt.sort(key=lambda each: each.sample_id)
         path = await self._reports.write(opening.name, opening.identity, corrupt)
         if corrupt:

@@ -13,11 +13,9 @@ from typing import cast
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.checks.replacement import CorruptReports
-from gyre_daemon.datasets.checks.samples import SampleChecker
+from gyre_daemon.datasets.checks.samples import CorruptReports, SampleChecker
 from gyre_daemon.datasets.chunks.decoded import DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
-from gyre_daemon.datasets.chunks.failures import ChunkFailures
 from gyre_daemon.datasets.dataset import (
     Dataset,
     Prefix,
@@ -105,7 +103,7 @@ class Indexer:
         self._manifests = ManifestReader(self._processes)
         self.checker = SampleChecker(sidecars, self._processes)
         self.decoding = DecodingRoom(Decoders(compute_server), opener.workers)
-        self._corrupt = CorruptFinder(self.checker, ChunkFailures(sidecars), self.decoding, reports)
+        self._corrupt = CorruptFinder(self.checker, self.decoding, reports)
 
     def close(self) -> None:
         """Stop the work under way."""

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
+from gyre_daemon.datasets.checks.samples import CorruptRecord, CorruptReports, check_limit
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.fetching.measuring.columns import ColumnReader
