@@ -1,10 +1,8 @@
-"""What lies beside tar shards: lists of wids, and Energon's indexes."""
+"""Lists of wids next to tar shards."""
 
 import io
 import json
-import struct
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +11,18 @@ import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample, GyreError, InvalidRequest, ShardMissing
 
-from tests.conftest import StartDaemon
-from tests.object_server.process import ObjectServerProcess, object_server
-
 pytestmark = pytest.mark.usefixtures("private_daemon")
 
 
-def write_tar(path: Path, numbers: range, image_bytes: int = 100) -> bytes:
-    """Write a shard, and return what Energon's `TarIndexWriter` writes beside it."""
+def write_tar(path: Path, numbers: range) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    offsets = []
     with tarfile.open(path, "w") as archive:
         for number in numbers:
-            offsets.append(archive.offset)
-            image = np.random.default_rng(number).bytes(image_bytes)
+            image = np.random.default_rng(number).bytes(100)
             for name, data in {"cls": b"%d" % number, "jpg": image}.items():
                 member = tarfile.TarInfo(f"{number:04}.{name}")
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
-        return struct.pack(f"<{len(offsets) + 1}Q", *offsets, archive.offset)
 
 
 def shard_list(folder: Path, counts: dict[str, int]) -> dict[str, Any]:
@@ -101,48 +92,3 @@ def test_other_json_is_refused(folder: Path) -> None:
     (folder / "a.json").write_text("[1")
     with pytest.raises(ShardMissing, match="has a name of a known format, or begins like one"):
         labels(folder / "a.json")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServerProcess]:
-    """Three copies of two shards: with their indexes, with stale ones, and without."""
-    root = tmp_path_factory.mktemp("objects")
-    for copy in ("with", "stale", "without"):
-        for number in range(2):
-            path = root / copy / f"{number}.tar"
-            index = write_tar(path, range(8 * number, 8 * number + 8), 300 << 10)
-            if copy != "without":
-                stale = index[:-24]  # of a shard that has grown since
-                path.with_suffix(".tar.idx").write_bytes(index if copy == "with" else stale)
-    table = shard_list(root / "with", {"0.tar": 8, "1.tar": 8})
-    (root / "with/index.json").write_text(json.dumps(table))
-    with object_server(root) as process:
-        yield process
-
-
-def test_headers_are_read_at_once_where_an_index_says_where_they_are(
-    gyred: StartDaemon, server: ObjectServerProcess
-) -> None:
-    where = {
-        "with": "s3://with/*.tar",
-        "stale": "s3://stale/*.tar",
-        "without": "s3://without/*.tar",
-        "list": "s3://with/index.json",
-    }
-    datasets = {
-        name: {"uri": uri, "format": "webdataset", "storage": server.storage_settings}
-        for name, uri in where.items()
-    }
-    daemon = gyred({"datasets": datasets})
-    fingerprints, reads = set(), {}
-    for name in where:
-        server.forget()
-        with Loader(name, batch_size=16, order="sequential", address=daemon.address) as loader:
-            fingerprints.add(loader.fingerprint)
-            reads[name] = server.counts()["reads"]
-            assert next(iter(loader))["cls"].tolist() == list(range(16))
-    assert len(fingerprints) == 1
-    assert reads["with"] >= 16 > reads["without"], "a request for each sample, or for each shard"
-    stale = [event for event in daemon.events() if "stale index" in event["event"]]
-    assert {event["file"] for event in stale} == {"0.tar.idx", "1.tar.idx"}
-    assert all("the shard goes on at byte" in event["reason"] for event in stale)

@@ -111,7 +111,6 @@ __all__ = [
     "ProbeRequest",
     "ProbeResponse",
     "ProbeSteps",
-    "ReadAhead",
     "SampleIndex",
     "Scan",
     "TolerantFormat",
@@ -171,21 +170,6 @@ class SampleIndex(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAhead:
-    """The ranges that the scan of a shard will read, if a file next to it tells them.
-
-    Attributes:
-        suffix: of the file, in place of the shard's own.
-        run: takes the bytes of the file and the size of the shard. It yields the ranges to read,
-            all at once, and is sent their bytes; if it yields none, the whole shard is read. It
-            raises ValueError if the file is not that of the shard.
-    """
-
-    suffix: str
-    run: Callable[[bytes, int], Generator[Sequence[tuple[int, int]], Sequence[bytes], None]]
-
-
-@dataclass(frozen=True, slots=True)
 class Scan:
     """An inspection that reads each shard once, from its beginning to its end or where it seeks.
 
@@ -200,7 +184,6 @@ class Scan:
         seeks: whether `run` must seek. It then gets a file that asks the storage for each range.
         skips: whether `run` passes over parts of a file that can seek, always forward. Of an
             object, large such parts are not read.
-        ahead: predicts the ranges to read; None if no file does.
         ragged: names of fields of lists that stay ragged even if all of them have one length.
     """
 
@@ -210,7 +193,6 @@ class Scan:
     check: Callable[[Arrays, int], None]
     seeks: bool = False
     skips: bool = False
-    ahead: ReadAhead | None = None
     ragged: tuple[str, ...] = ()
 
 

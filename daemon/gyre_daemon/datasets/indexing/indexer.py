@@ -62,7 +62,6 @@ from gyre_daemon.datasets.indexing.unpacked import (
 from gyre_daemon.datasets.known_formats import FORMATS, make_format
 from gyre_daemon.datasets.scans.manifests import ManifestReader
 from gyre_daemon.datasets.scans.processes import ScanProcesses
-from gyre_daemon.datasets.scans.read_ahead import Beside
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.planner import NO_SAMPLES
@@ -175,8 +174,6 @@ class Indexer:
             listed,
             columns=columns,
         )
-        if opening.scan and opening.scan.ahead:
-            opening.beside = Beside(self._opener, source, opening.scan.ahead, config.storage)
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._open_unpacked(opening, location)
         return opening

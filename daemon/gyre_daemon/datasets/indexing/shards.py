@@ -21,7 +21,6 @@ from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.datasets.scans.processes import ScanProcesses
-from gyre_daemon.datasets.scans.read_ahead import Beside
 from gyre_daemon.datasets.scans.scanner import Scanner
 from gyre_daemon.datasets.sidecars.store import Loaded, SidecarKey, SidecarOf, SidecarStore
 from gyre_daemon.errors import CorruptSample
@@ -76,8 +75,6 @@ class OpeningDataset:
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
         listed: the list that names the shards; None if there is none.
-        beside: files next to the shards that tell what their scans will read; None if the format
-            knows none.
         stopped: set when the last caller has left; threads that work for it end then.
         columns: of the folders of shards.
         damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
@@ -93,7 +90,6 @@ class OpeningDataset:
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
     listed: ShardList | None = None
-    beside: Beside | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     columns: Sequence[IndexedField] = ()
     damaged: dict[int, CorruptSample] | None = None
@@ -300,9 +296,7 @@ class ShardIndexer:
             arrays = found[0]
         else:
             unpacked = opening.paths.get(shard)
-            arrays = await scanner.scan(
-                opening.scan, opening.source, shard, unpacked, opening.beside
-            )
+            arrays = await scanner.scan(opening.scan, opening.source, shard, unpacked)
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save
             await save(stored.sidecar_of(shard).key, local, arrays)

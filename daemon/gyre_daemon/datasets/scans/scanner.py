@@ -2,7 +2,6 @@
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.scans.processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.scans.read_ahead import Beside
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed
@@ -24,7 +23,6 @@ class Scanner:
         source: Storage,
         shard: int,
         unpacked: LocalFile | None = None,
-        beside: Beside | None = None,
     ) -> Arrays:
         """Have a shard scanned by another process.
 
@@ -33,7 +31,6 @@ class Scanner:
             source: has the shard.
             shard: its number.
             unpacked: the shard's file, if it was unpacked.
-            beside: the files next to the shards, if the format reads ahead by them.
 
         Raises:
             CorruptSample: it is damaged, or a local one was changed meanwhile.
@@ -44,16 +41,13 @@ class Scanner:
         self._process = process = self._process or await self._processes.start()
         # A process that waits for a slow mount has no deadline; reads by the storage have.
         is_read = local is None or (local is stored and not source.is_node_local)
-        known = await beside.ranges_of(shard) if local is None and beside else None
-        if is_read and (scan.seeks or scan.skips or known):
+        if is_read and (scan.seeks or scan.skips):
 
             async def read(start: int, stop: int) -> bytes:
-                found = known.find(start, stop) if known else None
-                return found or (await read_ranges(source, [shard], [start], [stop]))[0]
+                return (await read_ranges(source, [shard], [start], [stop]))[0]
 
-            in_windows = scan.skips and not known
             arrays = await process.scan_ranges(
-                scan.run, listed.name, listed.size_bytes, read, in_windows=in_windows
+                scan.run, listed.name, listed.size_bytes, read, in_windows=scan.skips
             )
         elif is_read:
             arrays = await process.scan_stream(scan.run, listed.name, source.stream(shard))

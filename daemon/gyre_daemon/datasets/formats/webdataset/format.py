@@ -12,12 +12,10 @@ from gyre_daemon.datasets.formats.base import (
     Arrays,
     DamagedSample,
     FieldSpec,
-    ReadAhead,
     Scan,
 )
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.media import media_type_of
-from gyre_daemon.datasets.formats.webdataset.ahead import SUFFIX, headers_ahead
 from gyre_daemon.datasets.formats.webdataset.arrays import array_field
 from gyre_daemon.datasets.formats.webdataset.fields import (
     FieldLocations,
@@ -67,7 +65,6 @@ class WebdatasetFormat:
         num_samples,
         check_scan,
         skips=True,
-        ahead=ReadAhead(SUFFIX, headers_ahead),
     )
 
     @staticmethod
