@@ -85,7 +85,7 @@ class FuseFolder:
 
         Returns:
             The counts by name (`lookup`, `open`, `read`, ...), and as `most_reads` how many reads
-            were in flight at once.
+            were in flight at once since the last change.
         """
         assert self._server.stdin
         assert self._server.stdout
@@ -155,8 +155,11 @@ class _Server:
                     return
                 while b"\n" in asked:
                     line, _, asked = asked.partition(b"\n")
-                    self._behaviour |= json.loads(line)
+                    changes = json.loads(line)
+                    self._behaviour |= changes
                     print(json.dumps(self._counts), flush=True)
+                    if changes:
+                        self._counts["most_reads"] = 0
             if self._device in ready:
                 try:
                     request = os.read(self._device, _MAX_BYTES + 4096)

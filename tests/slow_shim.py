@@ -73,6 +73,7 @@ SLOWED(preadv, (int file, const struct iovec *to, int n, off_t at), (file, to, n
 SLOWED(preadv64, (int file, const struct iovec *to, int n, off64_t at), (file, to, n, at))
 """
 _PAGE = struct.Struct("3d3q")
+_MOST_AT = _PAGE.size - 8
 
 
 class SlowShim:
@@ -115,5 +116,7 @@ class SlowShim:
         """Changes the behaviour; see `FuseFolder.behave`."""
         self._behaviour |= behaviour
         *_, reads, _, most = _PAGE.unpack_from(self._page)
-        struct.pack_into("3d", self._page, 0, *self._behaviour.values())
+        if behaviour:
+            struct.pack_into("3d", self._page, 0, *self._behaviour.values())
+            struct.pack_into("q", self._page, _MOST_AT, 0)
         return {"read": reads, "most_reads": most}

@@ -84,7 +84,7 @@ class Latency:
         with self._lock:
             self._recent_s.append(took_s)
             bound_s = FAST_S if self._is_slow else SLOW_S
-            if (took_s > bound_s) != self._is_slow:  # or it cannot change what the mount is
+            if (took_s > bound_s) != self._is_slow:  # the others change nothing
                 median_s = self._median_s()
                 if median_s is not None and (median_s > bound_s) != self._is_slow:
                     self._is_slow = not self._is_slow
