@@ -16,12 +16,12 @@ from gyre_daemon.datasets.formats.jsonl import JsonlFormat, JsonlOptions
 from gyre_daemon.datasets.formats.lines import LinesOptions, TextFormat
 from gyre_daemon.datasets.formats.rows.arrayrecord import ArrayRecordFormat, ArrayRecordOptions
 from gyre_daemon.datasets.formats.rows.arrow import ArrowFormat
-from gyre_daemon.datasets.formats.rows.arrow_columns import ColumnOptions
 from gyre_daemon.datasets.formats.rows.delimited import CsvFormat, DelimitedOptions, TsvFormat
 from gyre_daemon.datasets.formats.rows.mds import MdsFormat, MdsOptions
 from gyre_daemon.datasets.formats.rows.npy_rows import RowsFormat, RowsOptions
 from gyre_daemon.datasets.formats.rows.parquet import ParquetFormat
 from gyre_daemon.datasets.formats.rows.tfrecord import TfrecordFormat, TfrecordOptions
+from gyre_daemon.datasets.formats.schemas import ColumnOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.errors import ConfigError

@@ -11,9 +11,10 @@ import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.rows.arrow import RecordBatchScan, check_scan
-from gyre_daemon.datasets.formats.rows.arrow_columns import Wanted
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.indexes.chunks import check_chunks
+from gyre_daemon.datasets.formats.rows.arrow import RecordBatchScan
+from gyre_daemon.datasets.formats.schemas import Wanted
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,18 +233,18 @@ def test_a_flipped_bit_is_refused_or_stays_within_the_file(is_stream: bool) -> N
         except (CorruptSample, ConfigError):
             num_refused += 1
         else:
-            check_scan(arrays, len(data))
+            check_chunks(arrays, len(data))
     assert num_refused > len(data) // 20
 
 
 def test_what_is_no_range_of_bytes_is_refused_by_name() -> None:
     table = pa.table({"a": pa.array(["x", "y"]).dictionary_encode(), "b": [1, 2]})
-    assert isinstance(index_of([stored(table, 9)]), ChunkIndex)
+    assert chunks_of(index_of([stored(table, 9)]))
     assert index_of([stored(table, 9)], columns=["b"]).num_samples == 2
     with pytest.raises(ConfigError, match="some shards are compressed, such as those of 001"):
         index_of([stored(table, 9), stored(table, 9, compression="zstd")], columns=["b"])
     views = pa.table({"a": pa.array(["x"], pa.string_view()), "b": [1]})
-    assert isinstance(index_of([stored(views, 9)]), ChunkIndex)
+    assert chunks_of(index_of([stored(views, 9)]))
     assert rows_of([stored(views, 9)], columns=["b"]) == [{"b": 1}]
     with pytest.raises(ConfigError, match="nulls among their elements"):
         index_of([stored(pa.table({"b": [[1, None]]}), 9)])

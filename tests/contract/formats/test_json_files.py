@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats import SampleIndex, jsonl, lines
 from gyre_daemon.datasets.formats.base import Arrays, Format, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.values import check_json, without_surrogates
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
@@ -139,7 +139,7 @@ def test_numbers_and_halves_of_characters_of_python_are_found_in_arrays() -> Non
 def values_of(index: SampleIndex, stored: bytes) -> list[Any]:
     """Each sample as its fields; documents are parsed."""
 
-    data = b"".join(decode_all([stored], index)) if isinstance(index, ChunkIndex) else stored
+    data = b"".join(decode_all([stored], index)) if chunks_of(index) else stored
     its = index.locate(np.arange(index.num_samples))
     samples = [
         [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]

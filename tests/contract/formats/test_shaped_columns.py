@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Array2D, Array3D, Dataset, Features, Sequence, Value
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -37,7 +37,7 @@ def values(data: bytes, name: str, column: str = "x", **options: Any) -> tuple[n
     found = dataset_format.inspection.run("0", cast("BinaryIO", io.BytesIO(data)))
     dataset_format.inspection.check(found, len(data))
     index = dataset_format.assemble([Shard("0", len(data), "1")], [found])
-    stored = decode_all([data], index)[0] if isinstance(index, ChunkIndex) else data
+    stored = decode_all([data], index)[0] if chunks_of(index) else data
     place = [spec.name for spec in index.fields].index(column)
     spec, its = index.fields[place], index.locate(np.arange(index.num_samples))
     assert not spec.ragged

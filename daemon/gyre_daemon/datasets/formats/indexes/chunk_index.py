@@ -23,11 +23,17 @@ from gyre_daemon.datasets.formats.indexes.chunks import (
     checksum,
     field_bytes,
     fields_of,
+    is_bit,
     num_rows,
 )
 from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_that_begin_at
+from gyre_daemon.order.shuffle.blocks import (
+    BlockTable,
+    BlockTables,
+    blocks_of_unequal_samples,
+    blocks_that_begin_at,
+)
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
@@ -155,7 +161,7 @@ class ChunkIndex(SampleIndex):
             CorruptSample: a shard has other fields than the first with rows.
         """
         self.decode, self.noun = decode, noun
-        self._stored = _common_fields(shards, inspected)
+        self._columns = _common_fields(shards, inspected)
         full = [(number, scan) for number, scan in enumerate(inspected) if len(scan["rows"])]
         scans = [scan for _, scan in full]
         num_chunks = [len(scan["rows"]) for scan in scans]
@@ -167,6 +173,13 @@ class ChunkIndex(SampleIndex):
         counts = _joined([scan["num_pieces"] for scan in scans], np.int64)
         self._first_piece = np.concatenate(([0], np.cumsum(counts)))
         self._shared = {number: scan["shared"].tolist() for number, scan in full}
+        self._is_decoded = not any("base" in scan for scan in scans)
+        self._order = [
+            place
+            for place, spec in enumerate(self._columns)
+            if self._is_decoded or not is_bit(spec)
+        ]
+        self._stored = [self._columns[place] for place in self._order]
         self._ragged = [place for place, spec in enumerate(self._stored) if spec.ragged]
         self._ends = _joined([scan["ends"] for scan in scans], np.uint32, len(self._ragged))
         self._optional = sorted({place for scan in scans for place in scan["optional"].tolist()})
@@ -174,15 +187,31 @@ class ChunkIndex(SampleIndex):
             [_of_all(scan, self._optional) for scan in scans], np.bool_, len(self._optional)
         )
         self._first = np.concatenate(([0], np.cumsum(self._rows))).astype(np.int64)
-        self._field_bytes = field_bytes(self._stored, self._rows, self._ends)
-        self.chunk_bytes: Int64Array = self._field_bytes.sum(axis=1)
-        self._field_start = self.chunks.base[:, None] + np.cumsum(self._field_bytes, axis=1)
-        self._field_start -= self._field_bytes
-        self._digest = self._make_digest(identity)
+        self._block_tables = BlockTables(self._make_blocks)
+        if self._is_decoded:
+            self._field_bytes = field_bytes(self._stored, self._rows, self._ends)
+            self.chunk_bytes: Int64Array = self._field_bytes.sum(axis=1)
+            before = self._chunks().base[:, None] - self._field_bytes
+            self._field_start = before + np.cumsum(self._field_bytes, axis=1)
+            self._digest = self._make_digest(identity)
+            return
+        base = _joined([scan["base"] for scan in scans], np.int64, len(self._columns))
+        begin = _joined([scan["first"] for scan in scans], np.int64, len(self._ragged))
+        num_bits = len(self._columns) - len(self._order)
+        self._bits = _joined([scan["bits"] for scan in scans], np.bool_, num_bits)
+        self._field_start = base[:, self._order]
+        self._digest = self._digest_of_stored(identity, begin)
+        self._field_start[:, self._ragged] += begin
 
     @property
-    def chunks(self) -> Chunks:
-        """All of its chunks; a new object each time, which keeps the index."""
+    def chunks(self) -> Chunks | None:
+        """All of its chunks; None where the stored shards have the rows.
+
+        A new object each time, which keeps the index.
+        """
+        return self._chunks() if self._is_decoded else None
+
+    def _chunks(self) -> Chunks:
         places = np.arange(len(self._shard))
         return Chunks([self], np.zeros_like(places), places, self._shard)
 
@@ -194,19 +223,11 @@ class ChunkIndex(SampleIndex):
     @cached_property
     def fields(self) -> Sequence[FieldSpec]:
         """See `SampleIndex.fields`; a field that some row lacks has one more, `NAME.present`."""
-        return [
-            *self._stored,
-            *(
-                FieldSpec(
-                    self._stored[place].name + PRESENT_SUFFIX,
-                    np.dtype(np.bool_),
-                    (),
-                    ragged=False,
-                    codec="indexed",
-                )
-                for place in self._optional
-            ),
-        ]
+        bits = [spec.name for spec in self._columns if spec not in self._stored]
+        names = [*bits, *(self._columns[place].name + PRESENT_SUFFIX for place in self._optional)]
+        kind = np.dtype(np.bool_)
+        indexed = [FieldSpec(name, kind, (), ragged=False, codec="indexed") for name in names]
+        return [*self._stored, *indexed]
 
     def locate(self, sample_ids: Int64Array) -> Extents:
         """See `SampleIndex.locate`."""
@@ -224,8 +245,20 @@ class ChunkIndex(SampleIndex):
             else:
                 size[:, place] = spec.element_bytes
                 start[:, place] += row * spec.element_bytes
-        indexed = tuple(self._present[sample_ids, k] for k in range(len(self._optional)))
-        return Extents(self._shard[chunk], start, size, indexed=indexed)
+        present = self._present[sample_ids]
+        indexed = tuple(present[:, column] for column in range(len(self._optional)))
+        if self._is_decoded:
+            return Extents(self._shard[chunk], start, size, indexed=indexed)
+        absent = None
+        if self._optional:  # decoded rows have zeros there, stored ones any bytes
+            absent = np.zeros(size.shape, np.bool_)
+            for column, place in enumerate(self._optional):
+                if place in self._order:
+                    absent[:, self._order.index(place)] = ~present[:, column]
+            size[absent] = 0
+        bits = self._bits[sample_ids]
+        indexed = (*(bits[:, column] for column in range(bits.shape[1])), *indexed)
+        return Extents(self._shard[chunk], start, size, absent=absent, indexed=indexed)
 
     @cached_property
     def _bounds(self) -> RaggedBounds:
@@ -244,13 +277,19 @@ class ChunkIndex(SampleIndex):
         """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds.largest(num_samples) if self._ragged else 0
 
-    @cached_property
-    def _table(self) -> BlockTable:
-        return blocks_that_begin_at(self._first)
-
     def blocks(self, io_block_bytes: int) -> BlockTable:
-        """See `SampleIndex.blocks`: a block is a chunk, however large."""
-        return self._table
+        """See `SampleIndex.blocks`: a block is a decoded chunk, or has whole stored ones."""
+        return self._block_tables.of(io_block_bytes if not self._is_decoded else 0)
+
+    def _make_blocks(self, io_block_bytes: int) -> BlockTable:
+        if self._is_decoded:
+            return blocks_that_begin_at(self._first)
+        table = blocks_of_unequal_samples(
+            self._shard, self._pieces[:, 0], self._pieces[:, 1], io_block_bytes
+        )
+        first = self._first[table.first_sample(np.arange(table.num_blocks + 1))]
+        mean = self.num_samples // max(1, len(first) - 1)
+        return BlockTable(max(1, mean), np.arange(len(first)), first)
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
@@ -286,6 +325,17 @@ class ChunkIndex(SampleIndex):
         digest.update(json.dumps([described, self.parameters]).encode())
         for table in (self._shard, self._rows, self._pieces, self._ends, self._present):
             digest.update(np.ascontiguousarray(table).data)
+        return digest.digest()
+
+    def _digest_of_stored(self, identity: bytes, begin: Int64Array) -> bytes:
+        """Of rows in stored shards; `begin` is where the first rows are behind the fields."""
+        digest = hashlib.blake2b(identity, digest_size=16)
+        ends = self._ends.astype(np.int64) + np.repeat(begin, self._rows, axis=0)
+        for table in (self._first, self._field_start, begin, ends):
+            digest.update(np.ascontiguousarray(table).data)
+        for table in (self._bits, self._present):
+            for values in table.T:
+                digest.update(np.packbits(values).data)
         return digest.digest()
 
 

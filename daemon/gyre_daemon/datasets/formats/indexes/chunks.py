@@ -11,6 +11,10 @@ the cache and of the order `block` is a chunk.
 Where the rows of ragged fields begin is found when the shards are scanned, with the same code that
 decodes them later. A chunk that decodes to other lengths than then is refused.
 
+Where the stored bytes of a chunk already are those of its fields, as in uncompressed Arrow, the
+scan says where each field begins (`places`). Then rows are ranges of the stored shard, and no chunk
+is decoded. Single booleans are bits there, so the index has their values.
+
 The format's side is a `Scan` that returns `chunk_arrays`, and a function `Decode`. Both run in
 processes that may be killed.
 """
@@ -19,6 +23,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +136,7 @@ def chunk_arrays(
     numbers: Sequence[int] | None = None,
     parameters: Sequence[Sequence[int]] | None = None,
     damaged: Mapping[int, str] | None = None,
+    places: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Arrays:
     """The arrays of a scanned shard with C chunks of together R rows.
 
@@ -144,6 +150,9 @@ def chunk_arrays(
         numbers: of the chunks in their shard, if it has others without a row.
         parameters: of each chunk, numbers that its decoder needs; None for none.
         damaged: why chunks cannot be decoded, by their places; their rows have no bytes.
+        places: of each chunk, for each field where its values begin in the shard, and how far
+            behind that the first row begins; None if chunks must be decoded. Columns of single
+            booleans then have data.
 
     Returns:
         fields: JSON of name, dtype, shape, raggedness, codec, categories and media type of each
@@ -153,6 +162,9 @@ def chunk_arrays(
         ends: uint32 [R, ragged fields], where each row ends among the field's bytes of its chunk.
         optional: int64 [K], the fields that some row lacks; present: bool [R, K].
         damaged: JSON of [place, reason], if there are damaged chunks.
+        base: int64 [C, F], where the values of each field begin; first: int64 [C, ragged fields],
+            how far behind that their first rows do; bits: bool [R, single booleans]. Only with
+            `places`.
     """
     total, ragged = sum(num_rows), [place for place, spec in enumerate(fields) if spec.ragged]
     ends = np.zeros((total, len(ragged)), np.uint32)
@@ -181,11 +193,23 @@ def chunk_arrays(
         ]
         for spec in fields
     ]
+    stored: dict[str, npt.NDArray[Any]] = {}
+    if places is not None:
+        table = np.array(places, np.int64).reshape(len(num_rows), len(fields), 2)
+        bits = [place for place, spec in enumerate(fields) if is_bit(spec)]
+        values = [np.concatenate([its[place].data for its in columns]) for place in bits]  # type: ignore[union-attr]
+        nothing = np.empty((total, 0), np.bool_)
+        stored = {
+            "base": table[:, :, 0].copy(),
+            "first": table[:, ragged, 1],
+            "bits": np.stack(values, axis=1).astype(np.bool_) if bits else nothing,
+        }
     ranges = [piece for its in pieces for piece in its]
     reasons = [[place, reason[:_MAX_REASON_CHARS]] for place, reason in (damaged or {}).items()]
     text = np.frombuffer(json.dumps(reasons).encode(), np.uint8)
     return {
         **({"damaged": text} if reasons else {}),
+        **stored,
         "fields": np.frombuffer(json.dumps(described).encode(), np.uint8),
         "numbers": np.array(range(len(num_rows)) if numbers is None else numbers, np.int64),
         "rows": np.array(num_rows, np.int64),
@@ -280,17 +304,48 @@ def check_chunks(arrays: Arrays, file_bytes: int) -> None:
     if shared.shape != (2,) or not is_inside.all() or (pieces[:, 0] == pieces[:, 1]).any():
         raise ValueError("its chunks point outside the shard")
     damaged_chunks(arrays)
-    if len(optional) and not (optional.min() >= 0 and optional.max() < len(fields)):
-        raise ValueError("its fields are not those of its rows")
-    if (np.diff(optional) < 1).any():
+    is_field = (optional >= 0) & (optional < len(fields))
+    if not is_field.all() or (np.diff(optional) < 1).any():
         raise ValueError("its fields are not those of its rows")
     first = np.cumsum(rows) - rows
     inner = np.ones(total, np.bool_)
     inner[first] = False
     if (ends[1:] < ends[:-1])[inner[1:]].any():
         raise ValueError("its rows do not follow each other")
-    if (field_bytes(fields, rows, ends).sum(axis=1) > MAX_CHUNK_BYTES).any():
+    if "base" in arrays:
+        _check_places(arrays, fields, ends, file_bytes)
+    elif (field_bytes(fields, rows, ends).sum(axis=1) > MAX_CHUNK_BYTES).any():
         raise ValueError("its chunks are too large")
+
+
+def _check_places(
+    arrays: Arrays, fields: Sequence[FieldSpec], ends: npt.NDArray[np.uint32], file_bytes: int
+) -> None:
+    """Check that the fields of stored chunks are within the shard."""
+    rows, pieces = arrays["rows"], arrays["pieces"].ravel()
+    base, first = (array_of(arrays, name, np.int64, 2) for name in ("base", "first"))
+    bits = array_of(arrays, "bits", np.bool_, 2)
+    ragged = [place for place, spec in enumerate(fields) if spec.ragged]
+    shapes = (len(rows), len(fields)), (len(rows), len(ragged))
+    if (base.shape, first.shape) != shapes or bits.shape != (
+        len(ends),
+        sum(map(is_bit, fields)),
+    ):
+        raise ValueError("its fields are not those of its rows")
+    if (np.diff(pieces) < 0).any() or len(pieces) != 2 * len(rows):
+        raise ValueError("its chunks are not in sequence")
+    start = base.copy()
+    start[:, ragged] += np.clip(first, -1, file_bytes)
+    sizes = field_bytes(fields, rows, ends)
+    sizes[:, [place for place, spec in enumerate(fields) if is_bit(spec)]] = 0
+    is_outside = (base < 0) | (base > file_bytes) | (start < base) | (start > file_bytes - sizes)
+    if is_outside.any():
+        raise ValueError("its fields point outside the shard")
+
+
+def is_bit(spec: FieldSpec) -> bool:
+    """Whether a field is one boolean a row, which is a bit where chunks are not decoded."""
+    return spec.dtype == np.bool_ and not spec.shape and not spec.ragged
 
 
 def fields_of(arrays: Arrays) -> list[FieldSpec]:

@@ -1,31 +1,45 @@
-"""Which tensor a type of pyarrow becomes, and its values as bytes. Only compute workers import it.
+"""Rows of Arrow: which tensor a type becomes, its values as bytes, and where files have them.
 
-A column is read as its *plain* type: without extensions, dictionaries and views, with decimals and
-times as numbers. So few kinds of arrays are left. A missing value becomes zeros, no bytes where the
-field is ragged, or `null` of JSON.
+Only compute workers import it; `parquet` reads its columns by it, too. A column is read as its
+*plain* type: without extensions, dictionaries and views, with decimals and times as numbers. So few
+kinds of arrays are left. A missing value becomes zeros, no bytes where the field is ragged, or
+`null` of JSON.
 """
 
+import io
 import json
+import mmap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
-from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.indexes.chunks import Column
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
+from gyre_daemon.datasets.formats.indexes.chunks import (
+    MAX_CHUNK_BYTES,
+    Column,
+    StoredChunk,
+    chunk_arrays,
+    lacking,
+)
 from gyre_daemon.datasets.formats.names import check_names
-from gyre_daemon.datasets.formats.rows.arrow_columns import Wanted
-from gyre_daemon.errors import ConfigError
+from gyre_daemon.datasets.formats.schemas import Wanted
+from gyre_daemon.errors import ConfigError, CorruptSample
 
 # Structs of exactly these are how Hugging Face datasets store images, audio and other files.
 _FILE_FIELDS = {"bytes", "path"}
 # Float64 tells decimals of up to this many digits from each other; longer ones are text.
 _MAX_FLOAT_DIGITS = 15
+
+_MAGIC, _MAGIC_BYTES = b"ARROW1", 8  # padded
+_READ_BYTES = 1 << 20
+_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_NO_DATA = np.empty(0, np.uint8)
 
 _Bools = npt.NDArray[np.bool_]
 
@@ -481,3 +495,377 @@ def _primitive(array: Any) -> npt.NDArray[np.generic]:
 
 def _as_bytes(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+class _Messages:
+    """The messages of a file or stream, one after the other.
+
+    A file of this node is mapped, so that of the bodies only the touched pages are read; any other
+    is read once, from its beginning to its end.
+
+    Attributes:
+        offset: of the message read now.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.offset = 0
+        try:
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            buffered = io.BufferedReader(cast("io.RawIOBase", file), _READ_BYTES)
+            self._is_file = buffered.peek(1).startswith(_MAGIC[:1])
+            self._source = pa.PythonFile(buffered, "r")
+        else:
+            self._is_file = memory[:1] == _MAGIC[:1]
+            self._source = pa.BufferReader(pa.py_buffer(memory))
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        """All messages of pyarrow, each with the byte at which it ends.
+
+        Raises:
+            ValueError: one is damaged, or the file is cut off.
+        """
+        source, is_file = self._source, self._is_file
+        if is_file and not _parsed(source.read, _MAGIC_BYTES).startswith(_MAGIC):
+            raise ValueError("it does not begin as an Arrow file does")
+        while True:
+            self.offset = source.tell()
+            try:
+                message = _parsed(pa.ipc.read_message, source)
+            except EOFError:
+                break
+            yield message, source.tell()
+        if source.tell() == self.offset:
+            raise ValueError("it ends without the mark at the end of a stream; it is cut off")
+        rest = b""
+        while more := _parsed(source.read, _READ_BYTES):
+            rest = (rest + more)[-len(_MAGIC) :]
+        if is_file and not rest.endswith(_MAGIC):
+            raise ValueError("it does not end as an Arrow file does; it is cut off")
+        if rest and not is_file:
+            raise ValueError("it goes on behind the end of its stream")
+
+
+def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
+    """The `chunk_arrays` of a file, whose chunks are its record batches.
+
+    Where the buffers of the file have the tensors' bytes, rows are found there (`base`). Otherwise
+    record batches must be decoded.
+
+    Args:
+        wanted: which columns.
+        shard: for messages.
+        file: see `_Messages`.
+
+    Raises:
+        CorruptSample: it is damaged; with the offset of the message.
+        ConfigError: the columns do not fit.
+    """
+    messages = _Messages(file)
+    try:
+        return _scan(messages, wanted)
+    except ConfigError as error:
+        raise ConfigError(f"shard {shard}: {error}") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        reason = f"{error!s:.500}"
+        raise CorruptSample(
+            f"shard {shard} at byte {messages.offset}: {reason}",
+            {"shard": shard, "offset": messages.offset, "reason": reason},
+        ) from error
+
+
+def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
+    schema: Any = None
+    found: _StoredBatches | _DecodedBatches | None = None
+    head: list[Any] = []  # the schema and the dictionaries before all record batches
+    begin = 0
+    for message, stop in messages:
+        kind = message.type
+        if (kind == "schema") != (schema is None):
+            raise ValueError("it has two schemas" if schema else "it does not begin with a schema")
+        if kind == "record batch":
+            num_rows = _parsed(pa.ipc.read_record_batch, message, pa.schema([])).num_rows
+            if num_rows:
+                shared = begin, messages.offset
+                found = found or _opened(schema, wanted, message, head, shared)
+                found.add(message, num_rows, messages.offset, stop)
+            continue
+        if kind == "schema":
+            schema, begin = _parsed(pa.ipc.read_schema, message), messages.offset
+        elif kind != "dictionary":
+            raise ValueError(f"it has a message of the kind {kind}")
+        elif isinstance(found, _DecodedBatches):
+            raise ConfigError(
+                "the file has dictionaries behind its first record batch, which is not read "
+                "where batches are decoded. Write it as Parquet, or without dictionaries."
+            )
+        head.append(message)
+    if schema is None:
+        raise ValueError("it has no schema")
+    return found.arrays() if found else chunk_arrays([], [], [], [])
+
+
+def _opened(
+    schema: Any, wanted: Wanted, first: Any, head: Sequence[Any], shared: tuple[int, int]
+) -> "_StoredBatches | _DecodedBatches":
+    """The record batches of a file, by the first of them.
+
+    Args:
+        schema: of the file.
+        wanted: which columns.
+        first: the first record batch.
+        head: all messages before it.
+        shared: where these are in the file.
+    """
+    columns, undecoded = served_columns(schema, wanted), _undecoded_schema(schema)
+    is_stored = all(column.is_stored for column in columns)
+    if is_stored and _batch(first, undecoded) is not None:
+        return _StoredBatches(columns, undecoded)
+    return _DecodedBatches(columns, b"".join(each.serialize() for each in head), shared)
+
+
+def _parsed(parse: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function of pyarrow, whose errors are ValueErrors."""
+    try:
+        return parse(*arguments)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(str(error)) from error
+    except MemoryError as error:
+        raise ValueError("a message claims more bytes than fit into memory") from error
+
+
+def _undecoded_schema(schema: Any) -> Any:
+    """The schema of the stored arrays: without extensions, and of indices in dictionaries.
+
+    pyarrow reads a record batch of it without the dictionaries.
+    """
+
+    def stored(kind: Any) -> Any:
+        if isinstance(kind, pa.BaseExtensionType):
+            return stored(kind.storage_type)
+        return kind.index_type if types.is_dictionary(kind) else with_children(kind, stored)
+
+    return pa.schema([field.with_type(stored(field.type)) for field in schema])
+
+
+def _batch(message: Any, schema: Any) -> Any:
+    """The record batch of a message, whose buffers are in its body; None if it is compressed.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        batch = pa.ipc.read_record_batch(message, schema)
+    except OSError:  # its compressed data is damaged
+        return None
+    except pa.ArrowException as error:
+        raise ValueError(str(error)) from error
+    begin = message.body.address
+    stop = begin + message.body.size
+    buffers = [each for column in batch.columns for each in column.buffers() if each]
+    is_inside = all(begin <= each.address <= each.address + each.size <= stop for each in buffers)
+    return batch if is_inside else None
+
+
+class _DecodedBatches:
+    """The decoded record batches of a file, each a chunk.
+
+    A chunk is decoded from its message and from the messages before all record batches: the schema
+    and the dictionaries. Together they are a valid stream.
+    """
+
+    def __init__(
+        self, columns: Sequence[ServedColumn], head: bytes, shared: tuple[int, int]
+    ) -> None:
+        self._columns, self._head, self._shared = columns, head, shared
+        self._rows, self._pieces = list[int](), list[list[tuple[int, int]]]()
+        self._found, self._damaged = list[Sequence[Column | None]](), dict[int, str]()
+
+    def add(self, message: Any, num_rows: int, offset: int, stop: int) -> None:
+        """Decode a record batch, and note where its rows end."""
+        self._rows.append(num_rows)
+        self._pieces.append([(offset, stop)])
+        try:
+            its = _decoded(self._head, message.serialize(), self._columns)
+        except ValueError as error:
+            if num_rows > 8 * stop:
+                raise ValueError(f"a damaged record batch claims {num_rows} rows") from error
+            self._damaged[len(self._found)] = f"{error!s:.500}"
+            self._found.append(lacking([column.spec for column in self._columns], num_rows))
+            return
+        if sum(column.data.nbytes for column in its) > MAX_CHUNK_BYTES:
+            raise ValueError(f"a record batch has more than {MAX_CHUNK_BYTES >> 30} GiB")
+        self._found.append([Column(_NO_DATA, column.ends, column.present) for column in its])
+
+    def arrays(self) -> Arrays:
+        """See `chunk_arrays`."""
+        specs = [column.spec for column in self._columns]
+        return chunk_arrays(
+            specs, self._rows, self._pieces, self._found, self._shared, damaged=self._damaged
+        )
+
+
+def decode_batch(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
+    """The columns of a record batch.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    (_, shared), (_, data) = chunk.pieces
+    return _decoded(shared, data, None, wanted)
+
+
+def _decoded(
+    shared: bytes | memoryview,
+    data: Any,
+    columns: Sequence[ServedColumn] | None,
+    wanted: Wanted | None = None,
+) -> list[Column]:
+    try:
+        options = pa.ipc.IpcReadOptions(use_threads=False)
+        stream = pa.BufferReader(b"".join((shared, data, _END)))
+        batch = pa.ipc.open_stream(stream, options=options).read_next_batch()
+        batch.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"a record batch cannot be read: {error!s:.500}") from error
+    if columns is None:
+        assert wanted is not None
+        columns = served_columns(batch.schema, wanted)
+    return [column_of([batch.column(column.name)], column.spec) for column in columns]
+
+
+class _StoredBatches:
+    """The record batches of a file whose buffers have the tensors' bytes.
+
+    The address of a buffer, minus that of its body, is its place in the file.
+    """
+
+    def __init__(self, columns: Sequence[ServedColumn], schema: Any) -> None:
+        self._columns, self._schema = columns, schema
+        self._rows, self._bodies = list[int](), list[list[tuple[int, int]]]()
+        self._places, self._found = list[list[tuple[int, int]]](), list[list[Column]]()
+
+    def add(self, message: Any, num_rows: int, offset: int, stop: int) -> None:
+        """Find the columns of a record batch."""
+        batch = _batch(message, self._schema)
+        if batch is None:
+            raise ConfigError("some record batches are compressed and some are not; write it again")
+        begin = stop - message.body.size
+        self._rows.append(num_rows)
+        self._bodies.append([(begin, stop)])
+        found = []
+        for column in self._columns:
+            array = batch.column(column.name)
+            _parsed(array.validate)  # lengths, and sizes of buffers
+            found.append(_stored_column(array, column.spec, begin - message.body.address))
+        self._places.append([(base, first) for base, first, _ in found])
+        self._found.append([each for _, _, each in found])
+
+    def arrays(self) -> Arrays:
+        """See `chunk_arrays`."""
+        specs = [column.spec for column in self._columns]
+        return chunk_arrays(specs, self._rows, self._bodies, self._found, places=self._places)
+
+
+def _stored_column(array: Any, spec: FieldSpec, moved: int) -> tuple[int, int, Column]:
+    """A served column of a record batch.
+
+    Args:
+        array: of the column.
+        spec: of its field.
+        moved: the difference of a place in the file and an address.
+
+    Returns:
+        Where its values begin in the file; how far behind the first row begins; and the column,
+        with data where they are no bytes of the file.
+
+    Raises:
+        ValueError: the record batch is damaged.
+        ConfigError: rows have no values that make a tensor.
+    """
+    kind, present = array.type, _valid(array)
+    if types.is_struct(kind):  # of a file and its path
+        base, first, column = _stored_column(array.field("bytes"), spec, moved)
+        both = [each for each in (present, column.present) if each is not None]
+        return base, first, replace(column, present=np.logical_and.reduce(both) if both else None)
+    if types.is_boolean(kind):
+        return 0, 0, Column(_as_bytes(_primitive(array)), None, present)
+    if not spec.ragged and not _is_list(kind):
+        return _place_of(array, moved, present), 0, Column(_NO_DATA, None, present)
+    offsets = _offsets(array)
+    bounds, data = array.buffers()[1:3]
+    # an empty buffer has no address, and pyarrow aligns those that it writes to 8 bytes
+    behind = -(-(bounds.address + moved + bounds.size) // 8) * 8
+    length, limit = 1, data.size if data else 0
+    base = data.address + moved if data else behind
+    if _is_list(kind):
+        length, limit = 1 if spec.ragged else spec.shape[0], len(array.values)
+        base = _place_of(array.values, moved, present, np.minimum(offsets, limit)) or behind
+    if offsets[-1] > limit:
+        raise ValueError(_SHORT)
+    ends = offsets * (spec.element_bytes // length)
+    if spec.ragged:
+        if ends[-1] - ends[0] >= 1 << 32:
+            raise ConfigError(
+                f"a record batch has more than 4 GiB of {spec.name!r:.100}; write smaller ones"
+            )
+        return base, int(ends[0]), Column(_NO_DATA, ends[1:] - ends[0], present)
+    if len(wrong := np.flatnonzero(np.diff(offsets) != length)):
+        row = int(wrong[0])
+        is_null = present is not None and not present[row]
+        has = "is null" if is_null else f"has {offsets[row + 1] - offsets[row]} elements"
+        raise ConfigError(
+            f"a row of {spec.name!r:.100} {has}, and `lengths` says {length}. Correct it, or "
+            "leave the column out of `lengths`"
+        )
+    return base + int(ends[0]), 0, Column(_NO_DATA, None, present)
+
+
+_SHORT = "a record batch has too short a buffer"
+
+
+def _offsets(array: Any) -> npt.NDArray[np.int64]:
+    """Int64 [n + 1], the offsets of n texts, byte strings or lists."""
+    kind, bounds = array.type, array.buffers()[1]
+    is_large = types.is_large_string(kind) or types.is_large_binary(kind)
+    dtype = np.dtype("<i8" if is_large or types.is_large_list(kind) else "<i4")
+    if bounds is None or bounds.size < (len(array) + 1) * dtype.itemsize:
+        raise ValueError(_SHORT)
+    offsets = np.frombuffer(bounds, dtype, len(array) + 1).astype(np.int64)
+    if offsets[0] < 0 or (np.diff(offsets) < 0).any():
+        raise ValueError("a record batch has offsets that do not rise")
+    return offsets
+
+
+def _place_of(
+    array: Any, moved: int, present: _Bools | None, offsets: npt.NDArray[np.int64] | None = None
+) -> int:
+    """The first byte of values of one size, 0 for none; lists of them may have no null element.
+
+    Args:
+        array: of numbers, or of lists of one size, also nested.
+        moved: see `_stored_column`.
+        present: which rows have a value; None for all.
+        offsets: of the rows among the values; None where each is one.
+    """
+    is_first = offsets is None
+    if offsets is None:
+        offsets = np.arange(len(array) + 1)
+    while True:
+        valid = None if is_first else _valid(array)
+        if valid is not None:
+            missing = np.concatenate(([0], np.cumsum(~valid)))
+            has_null = missing[offsets[1:]] != missing[offsets[:-1]]
+            if (has_null if present is None else has_null & present).any():
+                raise ConfigError(
+                    "a column has lists with nulls among their elements, which become no "
+                    "tensor; leave it out: name the others in `columns`"
+                )
+        if not types.is_fixed_size_list(array.type):
+            break
+        offsets, is_first = offsets * array.type.list_size, False
+        array = array.values
+    data, width = array.buffers()[1], array.type.bit_width // 8
+    if len(array) * width > (data.size if data else 0):
+        raise ValueError(_SHORT)
+    return data.address + moved if data else 0
