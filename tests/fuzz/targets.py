@@ -14,11 +14,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from gyre_daemon.config import load
 from gyre_daemon.datasets.formats.npy import parse_npy_header, read_npy_header
-from gyre_daemon.datasets.formats.tokens.headers import read_head
-from gyre_daemon.datasets.formats.tokens.megatron import (
+from gyre_daemon.datasets.formats.tokens import (
     IDX_HEAD_BYTES,
     megatron_header,
     read_documents,
+    read_head,
     read_megatron_head,
 )
 from gyre_daemon.datasets.formats.values import check_json, check_text, parse_integer

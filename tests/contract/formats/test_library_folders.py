@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats.tokens.headers import read_head
+from gyre_daemon.datasets.formats.tokens import read_head
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.sidecars.store import SidecarStore

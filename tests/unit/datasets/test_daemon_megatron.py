@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.formats.tokens.documents import check_documents
-from gyre_daemon.datasets.formats.tokens.format import TokensFormat, TokensOptions
+from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions, check_documents
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
