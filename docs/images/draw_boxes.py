@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 from gyre_daemon.transforms import Transform
-from gyre_media.boxes.decode_boxes import DecodeBoxes
-from gyre_media.boxes.sanitize import SanitizeBoxes
-from gyre_media.images.flips import HorizontalFlip
-from gyre_media.images.geometry import RandomResizedCrop
+from gyre_media.boxes import DecodeBoxes, SanitizeBoxes
+from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
 from PIL import Image, ImageDraw, ImageFont
 
 FOLDER = Path(__file__).parent

@@ -19,8 +19,7 @@ from gyre_daemon.transforms.transform import Field, Transform
 from gyre_daemon.workers.exchange import Exchange
 from gyre_media.images.colors import Normalize, ToChw
 from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.flips import HorizontalFlip
-from gyre_media.images.geometry import RandomResizedCrop
+from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
 
 from benchmarks.loader.markdown import table
 from benchmarks.loader.samples.images import SIZE, jpeg

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 from gyre_daemon.transforms import Transform
-from gyre_media.images.decode_crop import DecodeRandomResizedCrop
-from gyre_media.images.decode_image import FACTORS, DecodeImage
+from gyre_media.images.decode_image import FACTORS, DecodeImage, DecodeRandomResizedCrop
 from gyre_media.images.geometry import RandomResizedCrop
 from PIL import Image
 

@@ -35,8 +35,7 @@ import torch
 from gyre_client import Loader
 from gyre_media.images.colors import ToChw
 from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.flips import HorizontalFlip
-from gyre_media.images.geometry import RandomResizedCrop
+from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 

@@ -10,8 +10,7 @@ from gyre_daemon.transforms.transform import Sample
 from msgspec import Meta
 from PIL import Image, ImageEnhance, ImageOps
 
-from gyre_media.images.left_behind import MovesAlone
-from gyre_media.images.pixels import Pixels, to_pillow
+from gyre_media.images.pixels import MovesAlone, Pixels, to_pillow
 
 _NUM_STRENGTHS = 31  # torchvision's `num_magnitude_bins`
 

@@ -1,6 +1,7 @@
-"""Colours of images, and images as the numbers that models take."""
+"""Colours of images, views of one image, and images as the numbers that models take."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from gyre_daemon.transforms.messages import dtype_of
 from gyre_daemon.transforms.transform import Field, Sample
 from msgspec import Meta
 
+from gyre_media.images.geometry import Positive, Probability
 from gyre_media.images.pixels import (
     ImageTransform,
     Pixels,
@@ -239,3 +241,204 @@ _CHANGES: Mapping[str, Callable[[Pixels, float], Pixels]] = {
     "saturation": saturated,
     "hue": turned,
 }
+
+
+# Weights of a Gaussian beyond this are below 2**-46, which changes no sum of float32. The time of a
+# blur grows with the pixels times the weights. With fewer of them, pixels are no longer exact.
+_MOST_SIGMAS = 8
+
+
+class _Sometimes(ImageTransform):
+    """A change of some images.
+
+    Attributes:
+        p: the probability that an image is changed.
+    """
+
+    p: float
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        if rng.random() < self.p:
+            image = self.changed(contiguous(image), rng)
+        self.put(self.field, image, sample, out)
+
+    @abstractmethod
+    def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        """The image, changed."""
+
+
+@dataclass(frozen=True)
+class RandomGrayscale(_Sometimes):
+    """Takes the colours of some images, which keep their three channels.
+
+    Attributes:
+        p: the probability that an image becomes gray.
+        field: the image.
+    """
+
+    p: Probability = 0.1
+    field: str = "image"
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        if check_image(self.field, fields[self.field]) != 3:
+            raise ValueError(f"{self.field!r:.100} is gray already")
+        return {self.field: fields[self.field]}
+
+    def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        """See `_Sometimes.changed`."""
+        gray = gray_levels(image).astype(np.uint8)
+        return np.repeat(gray[:, :, None], 3, axis=2)
+
+
+@dataclass(frozen=True)
+class GaussianBlur(_Sometimes):
+    """Blurs some images by a Gaussian of a random width; images are mirrored at their edges.
+
+    Attributes:
+        kernel_size: the pixels that one is made of, each way; odd.
+        sigma: the least and the greatest standard deviation, in pixels.
+        p: the probability that an image is blurred.
+        field: the image.
+    """
+
+    kernel_size: Annotated[int, Meta(ge=1, le=255)]
+    sigma: tuple[Positive, Positive] = (0.1, 2.0)
+    p: Probability = 1.0
+    field: str = "image"
+
+    def __post_init__(self) -> None:
+        """Reject kernels without a middle, and empty ranges."""
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size is {self.kernel_size}; it must be odd")
+        if self.sigma[0] > self.sigma[1]:
+            raise ValueError(f"sigma goes from {self.sigma[0]} to {self.sigma[1]}, which is less")
+
+    def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        """See `_Sometimes.changed`."""
+        kernel = gaussian(self.kernel_size, rng.uniform(*self.sigma))
+        made = cv2.sepFilter2D(image, cv2.CV_32F, kernel, kernel, borderType=cv2.BORDER_REFLECT_101)
+        blurred: Pixels = np.rint(made).clip(0, 255).astype(np.uint8)
+        return blurred.reshape(image.shape)
+
+
+def gaussian(kernel_size: int, sigma: float) -> npt.NDArray[np.float32]:
+    """The weights of an odd kernel, or of its middle where the others add nothing to a pixel."""
+    radius = min(kernel_size // 2, int(_MOST_SIGMAS * sigma) + 1)
+    weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
+    kernel: npt.NDArray[np.float32] = (weights / weights.sum()).astype(np.float32)
+    return kernel
+
+
+@dataclass(frozen=True)
+class RandomSolarize(_Sometimes):
+    """Inverts the levels of some images from a threshold on.
+
+    Attributes:
+        threshold: levels from this one on are inverted.
+        p: the probability that an image is changed.
+        field: the image.
+    """
+
+    threshold: Annotated[float, Meta(ge=0, le=255)] = 128
+    p: Probability = 0.5
+    field: str = "image"
+
+    def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        """See `_Sometimes.changed`."""
+        levels = np.arange(256, dtype=np.uint8)
+        table = np.where(levels >= self.threshold, 255 - levels, levels)
+        return np.asarray(cv2.LUT(image, table), np.uint8).reshape(image.shape)
+
+
+_MAX_TRIES = 10  # torchvision's
+
+
+@dataclass(frozen=True)
+class RandomErasing(ImageTransform):
+    """Fills a random rectangle of some images; mostly the last step, behind `normalize`.
+
+    Where ten rectangles do not fit, an image stays as it is.
+
+    Attributes:
+        p: the probability that an image loses a rectangle.
+        scale: the least and the greatest area of the rectangle, as a fraction of the image.
+        ratio: the least and the greatest of its height divided by its width.
+        value: of erased pixels: a number, or `random`, standard normal numbers, one per element.
+        layout: of the image, `chw` or `hwc`.
+        field: the image.
+    """
+
+    p: Probability = 0.5
+    scale: tuple[Positive, Positive] = (0.02, 0.33)
+    ratio: tuple[Positive, Positive] = (0.3, 3.3)
+    value: float | Literal["random"] = 0.0
+    layout: Literal["chw", "hwc"] = "chw"
+    field: str = "image"
+
+    def __post_init__(self) -> None:
+        """Reject empty ranges."""
+        for name in ("scale", "ratio"):
+            least, greatest = getattr(self, name)
+            if least > greatest:
+                raise ValueError(f"{name} goes from {least} to {greatest}, which is less")
+        if self.scale[1] > 1:
+            raise ValueError(f"scale goes up to {self.scale[1]}, which is more than the image")
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        before = fields[self.field]
+        if len(before.shape) != 3:
+            raise ValueError(f"{self.field!r:.100} has {len(before.shape)} dims, and an image 3")
+        if before.dtype == np.uint8 and (
+            self.value == "random" or not 0 <= self.value <= 255 or self.value % 1
+        ):
+            raise ValueError(
+                f"value is {self.value}, and levels are whole numbers of 0 to 255; put it behind "
+                "normalize"
+            )
+        return {self.field: before}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: npt.NDArray[Any] = sample[self.field]
+        place = 1 if self.layout == "chw" else 0
+        box = None
+        if rng.random() < self.p:
+            box = self.box(image.shape[place], image.shape[place + 1], rng)
+        if box:
+            top, left, height, width = box
+            rows, columns = slice(top, top + height), slice(left, left + width)
+            image = image.copy()
+            part = image[:, rows, columns] if place else image[rows, columns]
+            part[...] = rng.normal(size=part.shape) if self.value == "random" else self.value
+        self.put(self.field, image, sample, out)
+
+    def box(
+        self, height: int, width: int, rng: np.random.Generator
+    ) -> tuple[int, int, int, int] | None:
+        """Top, left, height and width of a random rectangle, as torchvision finds one."""
+        area, (least, greatest) = height * width, self.ratio
+        logarithms = math.log(least), math.log(greatest)
+        for _ in range(_MAX_TRIES):
+            wanted = area * rng.uniform(*self.scale)
+            ratio = math.exp(rng.uniform(*logarithms))
+            its_height = round(math.sqrt(wanted * ratio))
+            its_width = round(math.sqrt(wanted / ratio))
+            if its_height < height and its_width < width:
+                top = int(rng.integers(height - its_height + 1))
+                left = int(rng.integers(width - its_width + 1))
+                return top, left, its_height, its_width
+        return None

@@ -1,4 +1,4 @@
-"""Images as arrays: their shapes, and how they are resized.
+"""Images as arrays: how they are resized, and what moves with them.
 
 [Note: Ways to resize] With `antialias`, images are convolved in whole numbers, so that machines all
 get the same bits: by fast_image_resize where `bilinear` is asked for, which takes a quarter of
@@ -14,7 +14,8 @@ can, and leave the fourth byte out by `contiguous`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import cv2
@@ -31,6 +32,8 @@ from cykooz_resizer import (
 )
 from gyre_daemon.transforms.transform import Field, Sample, Transform
 from PIL import Image
+
+from gyre_media.boxes import Matrix, moved, moved_field
 
 Pixels = npt.NDArray[np.uint8]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
@@ -191,3 +194,178 @@ def _strided(image: Pixels, shape: tuple[int, ...]) -> Pixels:
     """The same memory from the first pixel on, with the unused bytes."""
     strides = image.strides if len(shape) == 3 else (1,)
     return np.lib.stride_tricks.as_strided(image, shape, strides)
+
+
+class MovesAlone(ImageTransform):
+    """A transform that moves the pixels of an image at random and can take nothing along."""
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        before = fields[self.field]
+        check_image(self.field, before)
+        others = {name: field for name, field in fields.items() if name != self.field}
+        check_left_behind(self.field, others, is_whole=before.is_whole, can_take=False)
+        return {self.field: replace(before, is_whole=False)}
+
+
+def check_left_behind(
+    image: str,
+    others: Mapping[str, Field],
+    *,
+    is_whole: bool = False,
+    is_random: bool = True,
+    is_resize: bool = False,
+    can_take: bool = True,
+) -> None:
+    """Refuse a transform that moves the pixels of an image but not its boxes or masks.
+
+    Boxes have no other way to move. A mask has one where nothing is random: the same transform once
+    more. An image decoded with `colors = "index"` is a mask, unless it could belong to several.
+
+    Args:
+        image: its name.
+        others: the fields that the transform does not take along.
+        is_whole: whether the image has been as its file has it until now.
+        is_random: whether the pixels move at random.
+        is_resize: whether they only get another size.
+        can_take: whether the transform could take something along.
+
+    Raises:
+        ValueError: it names the field that would stay.
+    """
+    for name, field in others.items():
+        if field.image != image or (is_resize and field.is_normalized):
+            continue
+        if _is_image(field):
+            if is_random:
+                raise ValueError(_left("mask", name, image, can_take=can_take))
+        elif field.is_final:
+            raise ValueError(
+                f"the boxes {name!r:.100} lie in {image!r:.100}, and no longer move with it; put "
+                "sanitize_boxes behind all that moves its pixels"
+            )
+        else:
+            raise ValueError(_left("boxes", name, image, can_take=can_take))
+    if is_random and is_whole:
+        _check_unnamed_masks(image, others, can_take=can_take)
+
+
+def _check_unnamed_masks(image: str, others: Mapping[str, Field], *, can_take: bool) -> None:
+    images = {name: field for name, field in others.items() if _is_image(field)}
+    if all(field.is_index for field in images.values()):
+        for name, field in images.items():
+            if field.is_whole and not field.image:
+                text = _left("mask", name, image, can_take=can_take)
+                raise ValueError(f"{text}; if it is no mask of it, decode it behind this")
+
+
+def _is_image(field: Field) -> bool:
+    return len(field.shape) == 3
+
+
+def _left(kind: str, name: str, image: str, *, can_take: bool) -> str:
+    option = "masks" if kind == "mask" else "boxes"
+    begins = f"the {kind} {name!r:.100} {'lies' if kind == 'mask' else 'lie'} in {image!r:.100}"
+    stays = f"{'it is' if kind == 'mask' else 'they are'} while its pixels move"
+    advice = f'take {"it" if kind == "mask" else "them"} along: {option} = ["{name:.100}"]'
+    if not can_take:
+        advice = f"this transform takes no {option} along; leave it out, or drop {name!r:.100}"
+    return f"{begins} and would stay where {stays}; {advice}"
+
+
+class AnnotatedTransform(ImageTransform):
+    """A transform that moves the pixels of an image, and does the same to its masks and boxes.
+
+    Masks are images themselves, such as the class of each pixel, with the height and width of their
+    image: their levels are never mixed. Boxes are outputs of `decode_boxes`.
+
+    Attributes:
+        masks: their fields.
+        boxes: their fields.
+    """
+
+    masks: Sequence[str]
+    boxes: Sequence[str]
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field, *self.masks, *self.boxes]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        if len(set(self.inputs)) < len(self.inputs):
+            names = ", ".join([*self.masks, *self.boxes])
+            raise ValueError(
+                f"masks and boxes are {names:.200}; name each of them once, and none of them "
+                f"{self.field!r:.100}"
+            )
+        check_left_behind(
+            self.field,
+            {name: field for name, field in fields.items() if name not in self.inputs},
+            is_whole=fields[self.field].is_whole,
+            is_random=self.is_random,
+            is_resize=self.is_resize,
+        )
+        made = {self.field: self._made_of(self.field, fields, fields[self.field].image)}
+        made |= {name: self._made_of(name, fields, self.field) for name in self.masks}
+        return made | {name: moved_field(name, fields, self.field) for name in self.boxes}
+
+    def _made_of(self, name: str, fields: Mapping[str, Field], image: str) -> Field:
+        """Each output has the shape of its input, but no longer the pixels of its file."""
+        is_index = fields[name].is_index
+        made = self.made_of(name, fields[name])
+        return replace(made, is_whole=False, image=image, is_index=is_index)
+
+    @property
+    def is_resize(self) -> bool:
+        """Whether points stay where they are as parts of the width and height."""
+        return False
+
+    def made_of(self, name: str, before: Field) -> Field:
+        """The output field of the image or of a mask.
+
+        Raises:
+            ValueError: it is no image.
+        """
+        check_image(name, before)
+        return before
+
+    def put_all(
+        self,
+        change: Callable[[Pixels, bool], Pixels],
+        matrix: Matrix,
+        sample: Sample,
+        out: Sample,
+    ) -> None:
+        """Store the image, its masks and its boxes, changed.
+
+        Args:
+            change: takes pixels, and whether they are a mask.
+            matrix: where it sends points of the image.
+            sample: see `Transform.apply`.
+            out: see `Transform.apply`.
+
+        Raises:
+            ValueError: a mask has another size than the image.
+        """
+        height, width = sample[self.field].shape[:2]
+        for name in self.masks:
+            if sample[name].shape[:2] != (height, width):
+                its_height, its_width = sample[name].shape[:2]
+                raise ValueError(
+                    f"the mask {name!r:.100} has {its_width} x {its_height} pixels, and the image "
+                    f"{width} x {height}"
+                )
+        pixels = [self.field, *self.masks]
+        made = {name: change(sample[name], name != self.field) for name in pixels}
+        size = made[self.field].shape[:2]
+        for name, value in made.items():
+            self.put(name, value, sample, out)
+        for name in self.boxes:
+            self.put(name, moved(sample[name], matrix, *size), sample, out)

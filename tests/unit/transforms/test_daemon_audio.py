@@ -13,8 +13,7 @@ import torch
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.sequences import CropOrPad, Truncate
-from gyre_media.audio.decode_audio import DecodeAudio
-from gyre_media.audio.log_mel import LogMel
+from gyre_media.audio import DecodeAudio, LogMel
 
 BYTES = {"file": Field(np.dtype(np.uint8), (None,))}
 Sound = np.ndarray[Any, Any]

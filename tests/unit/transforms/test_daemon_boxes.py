@@ -9,12 +9,17 @@ from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.fields import Copy
 from gyre_daemon.transforms.sequences import CropOrPad
-from gyre_media.boxes.decode_boxes import DecodeBoxes
-from gyre_media.boxes.sanitize import SanitizeBoxes
+from gyre_media.boxes import DecodeBoxes, SanitizeBoxes
 from gyre_media.images.augment import RandAugment, TrivialAugment
 from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.flips import HorizontalFlip, VerticalFlip
-from gyre_media.images.geometry import CenterCrop, RandomCrop, RandomResizedCrop, Resize
+from gyre_media.images.geometry import (
+    CenterCrop,
+    HorizontalFlip,
+    RandomCrop,
+    RandomResizedCrop,
+    Resize,
+    VerticalFlip,
+)
 
 Array = np.ndarray[Any, Any]
 BYTES = Field(np.dtype(np.uint8), (None,))

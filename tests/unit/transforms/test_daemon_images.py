@@ -23,8 +23,7 @@ from gyre_media.images.colors import (
     ToChw,
 )
 from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.flips import HorizontalFlip
-from gyre_media.images.geometry import CenterCrop, RandomResizedCrop, Resize
+from gyre_media.images.geometry import CenterCrop, HorizontalFlip, RandomResizedCrop, Resize
 from gyre_media.images.pixels import RESIZER, resized, to_pillow
 from PIL import Image
 from torch.nn import functional

@@ -6,11 +6,14 @@ from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain
 from gyre_daemon.transforms.fields import Copy, Drop
 from gyre_media.images.augment import RandAugment, TrivialAugment
-from gyre_media.images.decode_crop import DecodeRandomResizedCrop
-from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.flips import HorizontalFlip
-from gyre_media.images.geometry import CenterCrop, RandomResizedCrop, Resize
-from gyre_media.images.warps import RandomAffine
+from gyre_media.images.decode_image import DecodeImage, DecodeRandomResizedCrop
+from gyre_media.images.geometry import (
+    CenterCrop,
+    HorizontalFlip,
+    RandomAffine,
+    RandomResizedCrop,
+    Resize,
+)
 
 BYTES = Field(np.dtype(np.uint8), (None,))
 SOURCE = {"jpg": BYTES, "png": BYTES, "second": BYTES}

@@ -22,8 +22,7 @@ from gyre_media.images.colors import (
     saturated,
     turned,
 )
-from gyre_media.images.flips import HorizontalFlip
-from gyre_media.images.geometry import CenterCrop, RandomResizedCrop, Resize
+from gyre_media.images.geometry import CenterCrop, HorizontalFlip, RandomResizedCrop, Resize
 from PIL import Image
 
 Array = np.ndarray[Any, Any]

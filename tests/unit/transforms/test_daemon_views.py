@@ -11,16 +11,23 @@ from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain
 from gyre_daemon.transforms.fields import Copy
 from gyre_media.images.augment import OPERATIONS, TrivialAugment
-from gyre_media.images.colors import ColorJitter, Normalize
-from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.erasing import RandomErasing
-from gyre_media.images.flips import HorizontalFlip, VerticalFlip
-from gyre_media.images.geometry import CenterCrop, RandomCrop, RandomResizedCrop, Resize
-from gyre_media.images.views import (
+from gyre_media.images.colors import (
+    ColorJitter,
     GaussianBlur,
+    Normalize,
+    RandomErasing,
     RandomGrayscale,
     RandomSolarize,
     gaussian,
+)
+from gyre_media.images.decode_image import DecodeImage
+from gyre_media.images.geometry import (
+    CenterCrop,
+    HorizontalFlip,
+    RandomCrop,
+    RandomResizedCrop,
+    Resize,
+    VerticalFlip,
 )
 from PIL import Image, ImageFilter, ImageOps
 

@@ -8,8 +8,8 @@ import pytest
 from gyre_daemon.config.tables import parse_options
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.transforms import Field, Transform
-from gyre_media.boxes.moving import moved
-from gyre_media.images.warps import (
+from gyre_media.boxes import moved
+from gyre_media.images.geometry import (
     RandomAffine,
     RandomPerspective,
     perspective,
