@@ -184,7 +184,9 @@ def missing_selected(files: dict[str, str]) -> Iterator[str]:
     """Yield lines of the files that select tests which name no file, class or function."""
     selected = (ROOT / "tests" / "selected.txt").read_text().splitlines()
     touched = (ROOT / ".ci" / "touched.txt").read_text()
-    named = [line.removeprefix("--ignore=") for line in selected if line and line[0] != "#"]
+    named = [
+        re.sub("^--(ignore|deselect)=", "", line) for line in selected if line and line[0] != "#"
+    ]
     named += re.sub(r"^#.*", "", touched, flags=re.MULTILINE).split()
     for each in named:
         path, *inside = each.partition("[")[0].split("::")

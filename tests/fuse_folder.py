@@ -153,13 +153,9 @@ class _Server:
                 asked += (read := os.read(0, 4096))
                 if not read:
                     return
-                while b"\n" in asked:
-                    line, _, asked = asked.partition(b"\n")
-                    changes = json.loads(line)
-                    self._behaviour |= changes
-                    print(json.dumps(self._counts), flush=True)
-                    if changes:
-                        self._counts["most_reads"] = 0
+                *lines, asked = asked.split(b"\n")
+                for line in lines:
+                    self._change(json.loads(line))
             if self._device in ready:
                 try:
                     request = os.read(self._device, _MAX_BYTES + 4096)
@@ -170,6 +166,13 @@ class _Server:
                         continue
                     raise
                 self._answer(request)
+
+    def _change(self, changes: dict[str, float]) -> None:
+        """Behaves otherwise from now on, and prints the counts until now."""
+        self._behaviour |= changes
+        print(json.dumps(self._counts), flush=True)
+        if changes:
+            self._counts["most_reads"] = 0
 
     def _answer(self, request: bytes) -> None:
         _, opcode, unique, node, *_ = _IN.unpack_from(request)

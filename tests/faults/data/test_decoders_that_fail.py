@@ -71,6 +71,7 @@ def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: flo
         source = await opener.open(parse_location(str(folder)), {}, "*")
         decoder = Decoder(str(tmp_path / "killed"))
         index = ChunkIndex(source.shards, [arrays], decoder, "piece", b"")
+        assert index.chunks
         storage, found = DecodedStorage(source, index.chunks, b"", room), list[Any]()
         for chunk in chunks:
             target = np.empty(ROWS, np.uint8)
