@@ -22,8 +22,7 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import stat_shard
-from gyre_daemon.storage.local.local import LocalStorage
-from gyre_daemon.storage.local.readahead import ReadAhead
+from gyre_daemon.storage.local.local import LocalStorage, ReadAhead
 from gyre_daemon.storage.shard import Shard
 
 FILE_BYTES = 1 << 30

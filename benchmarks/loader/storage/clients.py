@@ -25,7 +25,7 @@ from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.source import Source
-from gyre_daemon.storage.sources.driver_source import DriverSource
+from gyre_daemon.storage.sources.fsspec_drivers import DriverSource
 from gyre_daemon.storage.sources.object_source import ObjectSource
 
 from benchmarks.loader.processes import load_average

@@ -23,7 +23,7 @@ from gyre_daemon.order.shuffle.block_order import (
 from gyre_daemon.order.steps import MAX_SKIPPED, SkippedSteps, Stage, are_skipped, is_growth
 from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
 from gyre_daemon.storage.cache.cached import shared_block_bytes
-from gyre_daemon.storage.concatenated import JoinedFiles
+from gyre_daemon.storage.unions import JoinedFiles
 
 _TAILS: dict[int, Tail] = {
     pb.TAIL_UNSPECIFIED: "wrap",

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.validators import UNKNOWN, Validators
+from gyre_daemon.storage.shard import UNKNOWN, Shard, Validators
 
 Integers = npt.NDArray[np.int64]
 

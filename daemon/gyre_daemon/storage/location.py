@@ -11,7 +11,7 @@ from fsspec.registry import available_protocols
 from gyre_protos.text import printable
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.storage.braces import expand
+from gyre_daemon.storage.patterns import expand
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://")
 # Drivers of fsspec that read through another one, or hold the data in the URI.

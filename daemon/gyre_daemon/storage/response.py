@@ -22,8 +22,7 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.storage.location import redact
-from gyre_daemon.storage.shard import Shard, changed, truncated
-from gyre_daemon.storage.validators import is_same
+from gyre_daemon.storage.shard import Shard, changed, is_same, truncated
 
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
 _STATUS = re.compile(r"status code: (\d{3})")

@@ -12,9 +12,8 @@ from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.response import Response
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard import Shard, Validators
 from gyre_daemon.storage.source import OnResponse
-from gyre_daemon.storage.validators import Validators
 
 from tests.contract.places import noise, run
 

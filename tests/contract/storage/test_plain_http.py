@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from gyre_daemon.storage.response import Response
-from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.plain_http import (
     _MIN_MAPPED_BYTES,
     MAX_CONNECTING,
+    ConnectionBudget,
     HttpGet,
     PlainHttp,
 )

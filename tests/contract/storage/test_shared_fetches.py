@@ -12,9 +12,8 @@ from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats import lines
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
-from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.cache.blocks import PAGE_BYTES, BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
-from gyre_daemon.storage.cache.cells import PAGE_BYTES
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.response import Response

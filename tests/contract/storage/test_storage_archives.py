@@ -16,7 +16,7 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.sources import archives
+from gyre_daemon.storage.sources import fsspec_drivers
 
 from tests.conftest import S3Server
 from tests.contract.places import (
@@ -147,7 +147,7 @@ def test_a_directory_that_would_take_too_much_memory(
     tmp_path: Path, opener: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "x.zip").write_bytes(zipped(MEMBERS))
-    monkeypatch.setattr(archives, "_MAX_MEMBERS", 10)
+    monkeypatch.setattr(fsspec_drivers, "_MAX_MEMBERS", 10)
     with pytest.raises(InvalidRequest, match=r"x\.zip has too many members \(got 24, at most 10\)"):
         run(opener(f"zip://x::{tmp_path}/x.zip", {}))
 

@@ -21,8 +21,8 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.sources import driver_threads
-from gyre_daemon.storage.sources.driver_threads import MAX_READS
+from gyre_daemon.storage.sources import fsspec_drivers
+from gyre_daemon.storage.sources.fsspec_drivers import MAX_READS
 
 from tests.contract.places import (
     LocalPlace,
@@ -307,8 +307,8 @@ def test_a_driver_whose_server_closed_the_connection_is_replaced_at_once(
 def test_drivers_that_are_idle_for_long_are_closed(
     gate: type[GateFileSystem], opener: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_threads, "_IDLE_S", 0.05)
-    monkeypatch.setitem(driver_threads._CONNECTIONS, __name__, ("session",))
+    monkeypatch.setattr(fsspec_drivers, "_IDLE_S", 0.05)
+    monkeypatch.setitem(fsspec_drivers._CONNECTIONS, __name__, ("session",))
     gate.gate.set()
 
     async def whole() -> None:

@@ -18,7 +18,7 @@ from botocore.credentials import Credentials
 from gyre_daemon.errors import ConfigError, NotAllowed
 from gyre_daemon.storage.sources.http_options import take_http_options
 from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
-from gyre_daemon.storage.sources.plain_source import PlainSource
+from gyre_daemon.storage.sources.plain_http import PlainSource
 
 from tests.certificates import Authority, self_signed
 from tests.contract.places import Place, Targets, noise, run, unique

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.storage.cache.cells import BlockMemory, Cell, whole_pages
+from gyre_daemon.storage.cache.blocks import BlockMemory, Cell, whole_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

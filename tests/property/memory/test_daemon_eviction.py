@@ -6,7 +6,7 @@ As good as anything can be.
 from collections.abc import Sequence
 
 import numpy as np
-from gyre_daemon.storage.cache.eviction import NEVER, NextUseEviction
+from gyre_daemon.storage.cache.placement import NEVER, NextUseEviction
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

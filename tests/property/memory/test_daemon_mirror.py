@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.cache import mirror as mirrors
+from gyre_daemon.storage.cache import disk as mirrors
 from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.cache.disk import open_disk_cache
-from gyre_daemon.storage.cache.mirror import BLOCKS_SUFFIX, JOURNAL_SUFFIX, Mirror
+from gyre_daemon.storage.cache.disk import BLOCKS_SUFFIX, JOURNAL_SUFFIX, Mirror, open_disk_cache
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.local import readahead
+from gyre_daemon.storage.local import local
 from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.local.local import ReadAhead, blocks, is_mapped_in_memory
 from gyre_daemon.storage.local.open_files import OpenShard, OpenShards
-from gyre_daemon.storage.local.readahead import ReadAhead, blocks, is_mapped_in_memory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,7 +150,7 @@ def test_a_file_whose_residency_the_kernel_hides(
         raise BlockingIOError
 
     shard.is_own = False
-    monkeypatch.setattr(readahead, "is_mapped_in_memory", lambda _: True)
+    monkeypatch.setattr(local, "is_mapped_in_memory", lambda _: True)
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) == 0
     monkeypatch.setattr(os, "preadv", would_wait)
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) > 0

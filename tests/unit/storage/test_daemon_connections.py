@@ -4,7 +4,7 @@ import resource
 
 from gyre_daemon.runtime.limits import DescriptorShares
 from gyre_daemon.storage.engine.limit import AdaptiveLimit
-from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
 
 class Host:

@@ -1,8 +1,8 @@
 """The hub's budget: a minute's worth at once, then the rate, and pauses that hold for all."""
 
 import pytest
-from gyre_daemon.storage.sources import hub_budget
-from gyre_daemon.storage.sources.hub_budget import HubBudget
+from gyre_daemon.storage.sources import hub
+from gyre_daemon.storage.sources.hub import HubBudget
 
 RATE = 8.0
 BURST = 480  # a minute's worth
@@ -18,7 +18,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(hub_budget, "time", clock)
+    monkeypatch.setattr(hub, "time", clock)
     return clock
 
 

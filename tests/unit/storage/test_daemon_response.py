@@ -20,8 +20,7 @@ from gyre_daemon.storage.response import (
     final_error,
     response_from_error,
 )
-from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.validators import Validators
+from gyre_daemon.storage.shard import Shard, Validators
 
 SHARD = Shard("a/0.tar", 1000, '"v1"', validators=Validators('"v1"'))
 WANTED = ByteRange(SHARD, 100, 150)

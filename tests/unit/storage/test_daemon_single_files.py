@@ -14,7 +14,7 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.local import single_files
-from gyre_daemon.storage.local.folders import list_folder
+from gyre_daemon.storage.local.listing import list_folder
 from gyre_daemon.storage.local.single_files import SingleFiles
 
 NUM_FILES = 40

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from gyre_daemon.errors import GyreError
-from gyre_daemon.storage.engine.changes import ChangeCheck, Decide
-from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.validators import UNKNOWN, Validators, is_same
+from gyre_daemon.storage.engine.remote import ChangeCheck, Decide
+from gyre_daemon.storage.shard import UNKNOWN, Shard, Validators, is_same
 
 TIME = "Sun, 06 Nov 1994 08:49:37 GMT"
 

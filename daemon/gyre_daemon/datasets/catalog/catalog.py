@@ -31,7 +31,7 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.sources.script_driver import CLASS, allow_scheme
+from gyre_daemon.storage.sources.fsspec_drivers import CLASS, allow_scheme
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 _MAX_PREFIXES = 64  # each is small, and takes a look at all shards to find again

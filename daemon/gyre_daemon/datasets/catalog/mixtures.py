@@ -14,7 +14,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.mixture import MixedSource, Mixture, source_seed
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.order.quotas import Phase, whole_weights
-from gyre_daemon.storage.mixed import MixedStorage
+from gyre_daemon.storage.unions import MixedStorage
 
 Sources = Sequence[tuple[str, Dataset]]
 

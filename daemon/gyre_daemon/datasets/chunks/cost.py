@@ -19,7 +19,7 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
-from gyre_daemon.storage.cache.cells import whole_pages
+from gyre_daemon.storage.cache.blocks import whole_pages
 
 
 def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:

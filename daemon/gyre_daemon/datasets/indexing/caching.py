@@ -11,7 +11,7 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.concatenated import ConcatenatedFiles
+from gyre_daemon.storage.unions import ConcatenatedFiles
 
 # Of more local files, blocks of the cache have several: each block takes 80 bytes for good.
 _MAX_BY_SAMPLE = 1 << 22

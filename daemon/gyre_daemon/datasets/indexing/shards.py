@@ -32,7 +32,7 @@ from gyre_daemon.storage.location import data_owner
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opening.shard_files import open_shard, until
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.sources.script_driver import CLASS
+from gyre_daemon.storage.sources.fsspec_drivers import CLASS
 
 # Shards that are unpacked or scanned at once. Each dataset has its own turn, so that a small
 # one does not wait behind a large one; the further turns are shared. A dataset that is opened has

@@ -1,18 +1,46 @@
-"""Where the blocks of a dataset lie, so that a read finds its own. Pure arithmetic on arrays."""
+"""Where the blocks of a dataset lie in its shards, and the memory that the node cache has for them.
 
+[Note: Blocks share mappings]
+
+Linux allows a process 65,530 mappings by default (`vm.max_map_count`). If each block were a mapping
+of its own, those side by side would count as one, until a block between them is evicted. So
+evictions here and there would use up the limit. From then on `munmap` fails where it has to cut a
+mapping in two, and the memory stays.
+
+So blocks lie in the cells of *slabs*. A slab is one mapping; it is never cut and never unmapped. An
+evicted block's pages go back with `madvise(MADV_DONTNEED)`, which needs no further mapping, and its
+cell is taken by another block of about the size. Addresses and their page tables stay,
+8 bytes for each page that was ever used.
+
+The cells of a slab have one size, a power of two. New slabs are made only while all cells of that
+size are taken, and a block fills more than half of its cell. So cells of one size never need more
+addresses than twice the cache, and one more slab: about 2,048 slabs. There are some 20 sizes, so
+even a cache that was full of each size in turn stays below the limit.
+"""
+
+import contextlib
 import hashlib
+import logging
+import mmap
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Reads
 
 Integers = npt.NDArray[np.int64]
 
 _PAGE_BYTES = 4096
 _BEYOND = 1 << 62  # no shard is this long
+
+# A slab is this part of the cache, and at least so large. Smaller slabs are more mappings. Larger
+# ones cost nothing but addresses; a slab with few blocks then reserves many.
+_SLABS, _MIN_SLAB_BYTES = 1024, 4 << 20
+
+PAGE_BYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -78,3 +106,127 @@ class BlockMap:
         """Changes whenever a block moves."""
         ranges = np.stack((self.shard, self.start, self.stop))
         return hashlib.blake2b(ranges.tobytes(), digest_size=16).digest()
+
+
+class _Slab:
+    """One mapping, divided into cells of one size."""
+
+    def __init__(self, cell_bytes: int, num_cells: int) -> None:
+        self.cell_bytes = cell_bytes
+        self.memory = mmap.mmap(
+            -1, cell_bytes * num_cells, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        # A huge page would be memory of several blocks, taken with the first byte of one of them.
+        with contextlib.suppress(OSError):  # the kernel has none
+            self.memory.madvise(mmap.MADV_NOHUGEPAGE)
+
+
+class Cell:
+    """The memory of one block.
+
+    Whoever refers to it, or to an array of it, may use it: a thread goes on if its task is
+    cancelled. The last one who does not refer to it any more gives the memory back, in any thread.
+
+    Attributes:
+        address: of its first byte.
+    """
+
+    __slots__ = ("_free", "_num_bytes", "_number", "_slab", "address")
+
+    def __init__(self, free: "_FreeCells", slab: _Slab, number: int, num_bytes: int) -> None:
+        """Take a cell; see `BlockMemory.take`."""
+        self._free, self._slab, self._number = free, slab, number
+        self._num_bytes = num_bytes
+        self.address = slab.address + number * slab.cell_bytes
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """The block's bytes, as numpy asks for them; its array keeps the cell."""
+        return {
+            "version": 3,
+            "data": (self.address, False),
+            "shape": (self._num_bytes,),
+            "typestr": "|u1",
+        }
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The block's bytes, writable; the array refers to the cell."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        """Give the memory back, and let another block have the cell."""
+        try:
+            begin = self._number * self._slab.cell_bytes
+            # All of it: the block before may have left memory that could not be given back then.
+            self._slab.memory.madvise(mmap.MADV_DONTNEED, begin, self._slab.cell_bytes)
+        except OSError as error:
+            self._free.kept.append((self._slab, self._number))
+            self._free.tell(error)
+        else:
+            self._free.empty.append((self._slab, self._number))
+
+
+class _FreeCells:
+    """The free cells of one size. Any thread adds some; the event loop alone takes them.
+
+    Attributes:
+        empty: without memory.
+        kept: whose memory could not be given back; these are taken first.
+    """
+
+    def __init__(self, cell_bytes: int) -> None:
+        self.cell_bytes = cell_bytes
+        self.empty: list[tuple[_Slab, int]] = []
+        self.kept: list[tuple[_Slab, int]] = []
+        self._is_told = False
+
+    def tell(self, error: OSError) -> None:
+        """Log the first failure; the others are like it."""
+        if not self._is_told:
+            self._is_told = True
+            facts = {"reason": error.strerror or repr(error), "cell_bytes": self.cell_bytes}
+            log_event("memory of evicted blocks is not given back", facts, logging.WARNING)
+
+
+class BlockMemory:
+    """The memory of all blocks of a node cache; see [Note: Blocks share mappings].
+
+    It has no limit of its own: the cache counts admitted blocks in `whole_pages`.
+    """
+
+    def __init__(self, cache_bytes: int) -> None:
+        """Map nothing yet.
+
+        Args:
+            cache_bytes: of all blocks that are held at once.
+        """
+        self._slab_bytes = max(_MIN_SLAB_BYTES, _power_of_two(cache_bytes // _SLABS))
+        self._free: dict[int, _FreeCells] = {}
+
+    def take(self, num_bytes: int) -> Cell:
+        """Memory for a block, until nothing refers to it. On the event loop only.
+
+        Raises:
+            OSError: the system maps no more memory.
+        """
+        cell_bytes = max(PAGE_BYTES, _power_of_two(num_bytes))
+        free = self._free.get(cell_bytes)
+        if free is None:
+            free = self._free[cell_bytes] = _FreeCells(cell_bytes)
+        if not free.empty and not free.kept:
+            num_cells = max(1, self._slab_bytes // cell_bytes)
+            slab = _Slab(cell_bytes, num_cells)
+            free.empty.extend((slab, number) for number in reversed(range(num_cells)))
+        slab, number = (free.kept or free.empty).pop()
+        return Cell(free, slab, number, num_bytes)
+
+
+def whole_pages(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """int64 [M], the memory that blocks of these sizes take."""
+    return -(-sizes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _power_of_two(num_bytes: int) -> int:
+    """The next one that is not smaller."""
+    return 1 << max(0, num_bytes - 1).bit_length()

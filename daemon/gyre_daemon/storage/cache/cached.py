@@ -15,7 +15,7 @@ from gyre_daemon.storage.base import BlockCache, ReadPlan, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.cache.volume import Volume
+from gyre_daemon.storage.cache.placement import Volume
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.shard import Shard
 

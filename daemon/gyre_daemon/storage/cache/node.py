@@ -4,16 +4,16 @@
 
 A job misses a block. The block is fetched whole, with one range request, into memory that was
 reserved for it. Other reads that need it wait for the same request. Its samples are copied out, it
-is written to disk (`disk_writer`), and from then on its memory is the first to be freed. Next use
-decides what stays (`placement`, `eviction`). A read whose block is not admitted goes to the storage
-itself, so that nothing waits for room in the cache, except a job that asks for whole blocks.
+is written to disk by a thread, and from then on its memory is the first to be freed. Next use
+decides what stays (`placement`). A read whose block is not admitted goes to the storage itself, so
+that nothing waits for room in the cache, except a job that asks for whole blocks.
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -23,14 +23,11 @@ import numpy.typing as npt
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.threads import Claims, FairExecutor, FairQueue, Flow
+from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, FairQueue, Flow
 from gyre_daemon.storage.base import Reads, Storage
-from gyre_daemon.storage.cache.blocks import BlockMap, Integers
-from gyre_daemon.storage.cache.cells import BlockMemory
-from gyre_daemon.storage.cache.disk import DiskCache
-from gyre_daemon.storage.cache.disk_writer import DiskWriter
-from gyre_daemon.storage.cache.placement import Key, Need, Placement
-from gyre_daemon.storage.cache.volume import Tier, Volume
+from gyre_daemon.storage.cache.blocks import BlockMap, BlockMemory, Integers
+from gyre_daemon.storage.cache.disk import DiskCache, Mirror
+from gyre_daemon.storage.cache.placement import Key, Need, Placement, Tier, Volume
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.local.gather import gather, is_allowed, memory_at
 
@@ -45,6 +42,8 @@ _AFTER_ALL_READS = 1 << 62  # urgency
 # With fewer a block that is about to be free would look pinned for ever, and what waits for its
 # room would be read past the cache.
 _MAX_IDLE_TURNS = 4
+
+_PAUSE_S = 10.0  # without writes after a disk has failed
 
 
 class _Fetch(NamedTuple):
@@ -420,3 +419,132 @@ def _retrieve_error(task: asyncio.Task[None]) -> None:
     """Its error is for the reads that wait for it, and there may be none."""
     if not task.cancelled():
         task.exception()
+
+
+class DiskWriter:
+    """Changes a folder in threads, one task for each block. Used from one event loop."""
+
+    def __init__(
+        self,
+        disk: DiskCache,
+        placement: Placement,
+        workers: FairExecutor,
+        counts: CacheCounts,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            disk: the folder; closed with this object.
+            placement: decides which blocks are written, and is told which were.
+            workers: the threads.
+            counts: of failures.
+            clock: in seconds, for pauses after errors.
+            changed: called when a block has been written, so that its memory may be freed.
+        """
+        self._disk = disk
+        self._placement = placement
+        self._workers = workers
+        self._counts = counts
+        self._clock = clock
+        self._changed = changed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dropping: set[Key] = set()
+        self._pauses_until = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written or removed."""
+        return bool(self._tasks)
+
+    async def open_mirror(self, identity: str, blocks: BlockMap) -> Mirror | None:
+        """A dataset's blocks, as an earlier daemon left them; None where the folder fails."""
+        mirror = None
+        try:
+            opening = functools.partial(self._disk.open_mirror, identity, blocks)
+            mirror = await self._workers.run(NO_JOB, 0, 0, opening)
+        except OSError as error:
+            self._pause(error)
+        self._placement.on_disk.limit_bytes = self._disk.free_bytes
+        return mirror
+
+    def adopt(self, volume: Volume, mirror: Mirror) -> None:
+        """Count the blocks that a volume's mirror has, and begin to remove those without room."""
+        surplus = self._placement.adopt(volume, mirror.blocks())
+        self._begin(self._change([(volume, block) for block in surplus], None))
+
+    def store(self, volume: Volume, block: int) -> None:
+        """Begin to write a block that is in memory, if it is admitted on disk."""
+        is_paused = self._clock() < self._pauses_until
+        if volume.mirror is None or (volume, block) in self._dropping or is_paused:
+            return
+        victims = self._placement.take_disk(volume, block)
+        if victims is not None:
+            volume.num_pins[block] += 1
+            self._begin(self._change(victims, (volume, block)))
+        elif self._disk.unopened:
+            self._begin(self._remove_unopened())
+
+    async def close(self) -> None:
+        """Stop writing, and release the folder."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._disk.close()
+
+    async def _change(self, gone: list[Key], new: Key | None) -> None:
+        """Free the space of some blocks, then write one."""
+
+        def work() -> None:
+            for volume, block in gone:
+                assert volume.mirror
+                volume.mirror.drop([block])
+            if new:
+                assert new[0].mirror
+                new[0].mirror.write(new[1], new[0].data(new[1]))
+
+        self._dropping.update(gone)
+        is_whole = False
+        try:
+            await self._workers.run(NO_JOB, int(new[0].sizes[new[1]]) if new else 0, 0, work)
+            is_whole = True
+        except OSError as error:
+            self._pause(error)
+        finally:
+            self._dropping.difference_update(gone)
+            if new:
+                new[0].num_pins[new[1]] -= 1
+                self._placement.written(*new, is_whole=is_whole)
+            self._changed()
+        if new and is_whole:
+            self._resume()
+
+    async def _remove_unopened(self) -> None:
+        """Remove blocks of a dataset that this daemon has not opened."""
+        try:
+            await self._workers.run(NO_JOB, 0, 0, self._disk.remove_oldest)
+        except OSError as error:
+            self._pause(error)
+        self._placement.on_disk.limit_bytes = self._disk.free_bytes
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name="store block")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _pause(self, error: OSError) -> None:
+        """Write nothing for a while; blocks on disk are still read."""
+        self._counts.num_disk_failures += 1
+        self._counts.is_disk_failing = True
+        if not self._pauses_until:
+            facts = {"reason": error.strerror or repr(error), "again_in_s": _PAUSE_S}
+            log_event("cache disk fails", facts, logging.WARNING)
+        self._pauses_until = self._clock() + _PAUSE_S
+
+    def _resume(self) -> None:
+        if self._pauses_until and self._clock() >= self._pauses_until:
+            self._pauses_until = 0.0
+            self._counts.is_disk_failing = False
+            log_event("cache disk works again")

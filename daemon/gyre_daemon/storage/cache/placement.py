@@ -1,20 +1,278 @@
-"""Which blocks the node cache holds in memory and on disk. It moves no bytes."""
+"""Which blocks the node cache holds in memory and on disk. It moves no bytes.
 
+A bounded cache keeps the blocks that are used soonest: Belady's rule with one addition. What would
+be used later than everything in the cache is not admitted at all. So a job that reads its data once
+per epoch never loses what it has still to read to what it reads now, as it would with LRU, and
+several jobs keep what any of them needs next. Uses are points on a clock of samples; `NEVER` is
+later than all of them.
+"""
+
+import heapq
+import itertools
 from collections import deque
-from enum import Enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Generic, TypeVar
+from weakref import WeakMethod
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.monitoring.metrics import CacheCounts
-from gyre_daemon.storage.cache.blocks import Integers
-from gyre_daemon.storage.cache.eviction import NEVER, NextUseEviction
-from gyre_daemon.storage.cache.volume import Tier, Volume
+from gyre_daemon.storage.base import NextUse, Reads, Storage
+from gyre_daemon.storage.cache.blocks import BlockMap, BlockMemory, Cell, Integers, whole_pages
+from gyre_daemon.storage.cache.disk import Mirror
 
-Key = tuple[Volume, int]
+NEVER = (1 << 63) - 1
+
+Held = TypeVar("Held")
+
 
 # Blocks whose next use is looked up at once. Each lookup costs as much as finding the block's
 # samples in the order; with fewer, blocks that are used up stay longer.
 _MAX_LOOKUPS = 32
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A held key; `version` distinguishes its newest place in the heap from older ones."""
+
+    num_bytes: int
+    next_use: int
+    version: int
+
+
+class NextUseEviction(Generic[Held]):
+    """The keys held within a number of bytes.
+
+    Attributes:
+        limit_bytes: may change; the excess goes when another block is admitted.
+        used_bytes: of all keys.
+    """
+
+    def __init__(self, limit_bytes: int, is_pinned: Callable[[Held], bool]) -> None:
+        """Hold nothing.
+
+        Args:
+            limit_bytes: of all keys together.
+            is_pinned: whether a key must stay for now.
+        """
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._is_pinned = is_pinned
+        self._entries: dict[Held, _Entry] = {}
+        self._furthest: list[tuple[int, int, Held]] = []  # (-next use, version, key), some outdated
+        self._versions = itertools.count()
+
+    def __contains__(self, key: Held) -> bool:
+        """Whether a key is held."""
+        return key in self._entries
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Held]:
+        """All keys."""
+        return iter(self._entries)
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether this many bytes can be admitted without evicting anything."""
+        return self.used_bytes + num_bytes <= self.limit_bytes
+
+    def admit(self, key: Held, num_bytes: int, next_use: int) -> list[Held] | None:
+        """Admit a new key.
+
+        Returns:
+            The evicted keys, which are used later and not pinned; None if the key is not admitted,
+            and nothing is evicted.
+        """
+        victims = self._victims(self.used_bytes + num_bytes - self.limit_bytes, next_use)
+        if victims is None:
+            return None
+        for victim in victims:
+            self.drop(victim)
+        self._entries[key] = _Entry(num_bytes, next_use, 0)
+        self.used_bytes += num_bytes
+        self.expect(key, next_use)
+        return victims
+
+    def expect(self, key: Held, next_use: int) -> None:
+        """Set the next use of a held key."""
+        entry = self._entries[key]
+        entry.next_use, entry.version = next_use, next(self._versions)
+        heapq.heappush(self._furthest, (-next_use, entry.version, key))
+        if len(self._furthest) > 4 * len(self._entries) + 64:
+            self._furthest = [
+                (-its.next_use, its.version, one) for one, its in self._entries.items()
+            ]
+            heapq.heapify(self._furthest)
+
+    def drop(self, key: Held) -> None:
+        """Hold a key no longer."""
+        self.used_bytes -= self._entries.pop(key).num_bytes
+
+    def passed(self, now: int, max_keys: int) -> list[Held]:
+        """Keys whose next use has passed, so that it must be found out again; oldest first."""
+        late = (
+            (entry.next_use, entry.version, key)
+            for key, entry in self._entries.items()
+            if entry.next_use < now
+        )
+        return [key for _, _, key in heapq.nsmallest(max_keys, late)]
+
+    def _victims(self, excess_bytes: int, next_use: int) -> list[Held] | None:
+        """The keys used furthest in the future that make room.
+
+        None if some of them would be used before `next_use`.
+        """
+        victims: list[Held] = []
+        kept: list[tuple[int, int, Held]] = []
+        while excess_bytes > 0 and self._furthest and -self._furthest[0][0] > next_use:
+            place = heapq.heappop(self._furthest)
+            _, version, key = place
+            entry = self._entries.get(key)
+            if entry is None or entry.version != version:
+                continue
+            if self._is_pinned(key):
+                kept.append(place)
+            else:
+                victims.append(key)
+                excess_bytes -= entry.num_bytes
+        if excess_bytes > 0:
+            for key in victims:
+                entry = self._entries[key]
+                kept.append((-entry.next_use, entry.version, key))
+        for place in kept:
+            heapq.heappush(self._furthest, place)
+        return victims if excess_bytes <= 0 else None
+
+
+class Tier(IntEnum):
+    """Where a block is read from."""
+
+    ABSENT = 0
+    FETCHING = 1
+    MEMORY = 2
+    DISK = 3
+
+
+class Volume:
+    """The M blocks of a dataset.
+
+    Attributes:
+        storage: where they come from.
+        map: where they lie there.
+        block_bytes: about how large they are.
+        sizes: int64 [M], in bytes.
+        memory_sizes: int64 [M], the bytes that each takes in memory.
+        disk_sizes: int64 [M], the bytes that each takes on disk.
+        comes_together: whether blocks that are missed together are fetched by one read.
+        mirror: the blocks on disk; None without a disk cache.
+        tier: uint8 [M], the best tier that has each block; changed by `move`.
+        num_present: how many are in memory or on disk.
+        absent_bytes: what all blocks that are neither present nor being fetched would take in
+            memory.
+        on_disk: bool [M], whether the mirror has each block.
+        num_pins: int32 [M], how many readers each block has now.
+        used_bytes: int64 [M], the bytes copied out of each block since it was last looked at.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        blocks: BlockMap,
+        block_bytes: int,
+        mirror: Mirror | None,
+        memory: BlockMemory,
+        *,
+        comes_together: bool = False,
+    ) -> None:
+        self.storage = storage
+        self.comes_together = comes_together
+        self.map = blocks
+        self.block_bytes = block_bytes
+        self.sizes = blocks.sizes()
+        self.memory_sizes = whole_pages(self.sizes)
+        self.disk_sizes = np.diff(blocks.offsets())
+        self.mirror = mirror
+        self.tier = np.full(blocks.num_blocks, Tier.ABSENT, np.uint8)
+        self.num_present = 0
+        self.absent_bytes = int(self.memory_sizes.sum())
+        self.on_disk = np.zeros(blocks.num_blocks, np.bool_)
+        self.num_pins = np.zeros(blocks.num_blocks, np.int32)
+        self.used_bytes = np.zeros(blocks.num_blocks, np.int64)
+        self._memory = memory
+        self._cells: dict[int, Cell] = {}
+        self._addresses = np.zeros(blocks.num_blocks, np.uint64)
+        self._jobs: list[WeakMethod[NextUse]] = []
+
+    @property
+    def num_jobs(self) -> int:
+        """The number of jobs whose future is known."""
+        return len(self._jobs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block is present."""
+        return self.num_present == self.map.num_blocks
+
+    def follow(self, reads: Reads) -> None:
+        """Remember the future of a job; forget jobs that are over."""
+        if reads.next_use and not any(job() == reads.next_use for job in self._jobs):
+            self._jobs = [job for job in self._jobs if job()]
+            self._jobs.append(WeakMethod(reads.next_use))
+
+    def distances(self, blocks: Integers) -> Integers:
+        """int64 [n], in how many samples from now the next job reads each block.
+
+        The number of all blocks if no job's future is known.
+        """
+        nearest = np.full(len(blocks), NEVER)
+        futures = [next_use for job in self._jobs if (next_use := job())]
+        if not futures:
+            return np.full(len(blocks), self.map.num_blocks)
+        for next_use in futures:
+            nearest = np.minimum(nearest, next_use(self.block_bytes, blocks))
+        return nearest
+
+    def move(self, block: int, tier: Tier) -> None:
+        """Read a block from this tier from now on."""
+        before = self.tier[block]
+        self.num_present += int(tier >= Tier.MEMORY) - int(before >= Tier.MEMORY)
+        became_absent = int(tier == Tier.ABSENT) - int(before == Tier.ABSENT)
+        self.absent_bytes += int(self.memory_sizes[block]) * became_absent
+        self.tier[block] = tier
+
+    def allocate(self, block: int) -> npt.NDArray[np.uint8]:
+        """Memory for a block, of its size, until `free`; see `BlockMemory.take`."""
+        cell = self._cells[block] = self._memory.take(int(self.sizes[block]))
+        self._addresses[block] = cell.address
+        return cell.array()
+
+    def data(self, block: int) -> npt.NDArray[np.uint8]:
+        """A block in memory."""
+        return self._cells[block].array()
+
+    def owner(self, block: int) -> object:
+        """The owner of a block's memory, which keeps it even after `free`."""
+        return self._cells[block]
+
+    def free(self, block: int) -> None:
+        """Give up a block's memory."""
+        self._cells.pop(block, None)
+
+    def sources(self, blocks: Integers, reads: Reads) -> npt.NDArray[np.uint64]:
+        """uint64 [n], the addresses of reads from blocks in memory."""
+        return self._addresses[blocks] + self.within(blocks, reads).astype(np.uint64)
+
+    def within(self, blocks: Integers, reads: Reads) -> Integers:
+        """int64 [n], where each read begins in its block."""
+        return reads.start - self.map.start[blocks]
+
+
+Key = tuple[Volume, int]
 
 
 class Need(Enum):

@@ -29,11 +29,9 @@ from gyre_daemon.monitoring.metrics import (
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.threads import FairQueue, Flow
 from gyre_daemon.storage.engine.admission import AdmissionQueue
-from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.engine.hedges import Hedges
-from gyre_daemon.storage.engine.limit import AdaptiveLimit
-from gyre_daemon.storage.engine.request import Attempt, RangeRequest
-from gyre_daemon.storage.engine.retries import RetryBudget, pause_s
+from gyre_daemon.storage.engine.limit import AdaptiveLimit, RetryBudget, pause_s
+from gyre_daemon.storage.engine.request import Attempt, CredentialRefresh, RangeRequest
 from gyre_daemon.storage.response import (
     Body,
     Response,
@@ -44,7 +42,7 @@ from gyre_daemon.storage.response import (
     final_error,
     stalled_error,
 )
-from gyre_daemon.storage.validators import Validators
+from gyre_daemon.storage.shard import Validators
 
 # The timer: a longer tick delays retries and hedges, a shorter one costs processor time while
 # anything is in flight. Deadlines are checked once in this many ticks.

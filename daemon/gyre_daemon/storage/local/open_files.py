@@ -21,11 +21,11 @@ from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.checksums import Stamp
 from gyre_daemon.storage.latency import Latency, MountIsSlow
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.shard import Shard, changed
-from gyre_daemon.storage.stamps import Stamp
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
 
 # Every dataset may have this many shards open, even if there are too many datasets for the

@@ -25,8 +25,7 @@ from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root
 from gyre_daemon.storage.checksums import unknown
 from gyre_daemon.storage.file_table import FileShards, FileTable
 from gyre_daemon.storage.local.listing import file_error
-from gyre_daemon.storage.local.slow_reads import TRANSIENT, SlowReads
-from gyre_daemon.storage.local.thread_reads import ThreadReads
+from gyre_daemon.storage.local.thread_reads import TRANSIENT, SlowReads, ThreadReads
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard, changed
 

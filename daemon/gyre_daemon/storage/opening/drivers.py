@@ -1,43 +1,63 @@
-"""Which driver lists and reads which scheme."""
+"""Which driver lists and reads which scheme, and how it lists."""
 
 import asyncio
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import numpy as np
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from gyre_daemon.config.tables import hide
-from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
-from gyre_daemon.runtime.threads import in_thread
-from gyre_daemon.storage.location import Location, endpoint_name, redact
-from gyre_daemon.storage.opening.remote_listing import (
-    LISTING_DEADLINE_S,
-    OBJECT_SCHEMES,
-    listing_error,
-    no_driver,
+from gyre_daemon.errors import (
+    ConfigError,
+    GyreError,
+    InvalidRequest,
+    NotAllowed,
+    ShardMissing,
+    StorageUnavailable,
 )
-from gyre_daemon.storage.response import words
+from gyre_daemon.runtime.threads import in_thread
+from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_daemon.storage.location import Location, encoded_name, endpoint_name, redact
+from gyre_daemon.storage.patterns import (
+    check_one_set,
+    matches_any,
+    no_match,
+    patterns_of,
+    without_beside,
+)
+from gyre_daemon.storage.response import access_error, describe, response_from_error, words
+from gyre_daemon.storage.shard import Validators
 from gyre_daemon.storage.source import Source
-from gyre_daemon.storage.sources.connections import ConnectionBudget
-from gyre_daemon.storage.sources.driver_source import DriverSource
-from gyre_daemon.storage.sources.driver_threads import (
+from gyre_daemon.storage.sources.fsspec_drivers import (
     MAX_READS,
+    DriverSource,
     EndpointThreads,
     ThreadedFileSystem,
+    driver_of,
 )
 from gyre_daemon.storage.sources.http_options import HttpOptions
-from gyre_daemon.storage.sources.hub import HubClient
-from gyre_daemon.storage.sources.hub_budget import HubBudget
-from gyre_daemon.storage.sources.hub_files import HubFileSystem
-from gyre_daemon.storage.sources.script_driver import driver_of
+from gyre_daemon.storage.sources.hub import HubBudget, HubClient, HubFileSystem
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 from gyre_daemon.storage.sources.tls_relay import TlsRelay, needs_relay
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 
 HUB_SCHEME = "hf"
+
+# How long a listing may take: of a few paths, or of one page of a folder with any number.
+LISTING_DEADLINE_S = 60.0
+
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
+# Up to this many files are asked for one by one, at any storage; more are found by listing their
+# folder, where that can be done, a thousand with each request.
+_MAX_ASKED = 1000
+
+Entries = list[tuple[str, dict[str, Any]]]
 
 
 class Drivers:
@@ -179,3 +199,212 @@ def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[st
         )
     is_in_path = driver._strip_protocol(f"{address}/x").strip("/") != "x"
     return f"{scheme}://" if is_in_path else address, told
+
+
+async def entries_of(filesystem: AsyncFileSystem, path: str, pattern: str) -> Entries:
+    """Path and info of every file that a path, a folder or a glob stands for, sorted by path."""
+    scheme = path.partition("://")[0]
+    may_be_glob = path.partition("://")[2].partition("/")[2] if scheme in WEB_SCHEMES else path
+    if any(letter in may_be_glob for letter in "*?["):
+        found = await filesystem._glob(path, detail=True)
+    else:
+        info = await filesystem._info(path)
+        if info["type"] != "directory":
+            return [(path, info)]
+        found = await _in_folder(filesystem, as_folder(path), pattern)
+        await _check_folder(filesystem, path, found, pattern)
+    return [
+        (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
+        for name, info in sorted(found.items())
+        if info["type"] == "file"
+    ]
+
+
+def as_folder(url: str) -> str:
+    """The URL with one slash at its end, or that of a root: `scheme://`."""
+    return url if url.endswith("://") else url.rstrip("/") + "/"
+
+
+async def _in_folder(
+    filesystem: AsyncFileSystem, folder: str, pattern: str
+) -> dict[str, dict[str, Any]]:
+    """The files of a folder that match, by one listing."""
+    is_one = len(patterns_of(pattern)) == 1
+    found = dict(await filesystem._glob(f"{folder}{pattern if is_one else '*'}", detail=True))
+    paths = [path for path in found if is_one or matches_any(path.rpartition("/")[2], pattern)]
+    paths = without_beside(redact(folder), paths, pattern, lambda path: path.rpartition("/")[2])
+    return {path: found[path] for path in paths}
+
+
+async def _check_folder(
+    filesystem: AsyncFileSystem, path: str, found: Mapping[str, Any], pattern: str
+) -> None:
+    """A folder means all of its files, so they must be one dataset; see `splits`."""
+    shown = redact(path)
+    check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
+    if not found:
+        entries = await filesystem._ls(path, detail=True)
+        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        folder, below = as_folder(path), []
+        async for page in _pages(filesystem, folder):
+            below = [name.removeprefix(folder.partition("://")[2]) for name, _ in page]
+            break  # for a message, the first are enough
+        raise no_match(shown, pattern, names, [name for name in below if "/" in name])
+
+
+async def list_tree(
+    filesystem: AsyncFileSystem,
+    folder: str,
+    is_wanted: Callable[[str], bool],
+    *,
+    with_hidden: bool = False,
+) -> FileTable:
+    """All files below a folder, sorted by path.
+
+    Args:
+        filesystem: of the folder.
+        folder: with its scheme, and a slash at its end.
+        is_wanted: whether a file of this name, without its folder, counts.
+        with_hidden: whether hidden files count too, and files in hidden folders.
+
+    Raises:
+        ShardMissing: there is none.
+        Exception: of the driver.
+    """
+    prefix = folder.partition("://")[2]
+    names: list[bytes] = []
+    sizes: list[int] = []
+    validators: list[bytes] = []
+    pages = aiter(_pages(filesystem, folder))
+    while True:
+        async with asyncio.timeout(LISTING_DEADLINE_S):
+            page = await anext(pages, None)
+        if page is None:
+            break
+        for path, info in page:
+            name = path.removeprefix(prefix)
+            parts = name.split("/")
+            is_hidden = not with_hidden and any(part.startswith(".") for part in parts)
+            if parts[-1] and is_wanted(parts[-1]) and not is_hidden:
+                names.append(encoded_name(name))
+                sizes.append(int(info["size"]))
+                validators.append(Validators.in_info(info).encoded())
+    if not names:
+        raise ShardMissing(f"no file below {redact(folder)} is one of those asked for")
+    if any(before > after for before, after in itertools.pairwise(names)):
+        order = sorted(range(len(names)), key=names.__getitem__)
+        names = [names[number] for number in order]
+        sizes = [sizes[number] for number in order]
+        validators = [validators[number] for number in order]
+    return FileTable(Texts.of(names), np.array(sizes, np.int64), Texts.of(validators))
+
+
+async def stat_names(
+    filesystem: AsyncFileSystem, folder: str, names: Texts, max_at_once: int
+) -> FileTable:
+    """Some files below a folder, in the order of their names.
+
+    Args:
+        filesystem: of the folder.
+        folder: with its scheme, and a slash at its end.
+        names: of the files, relative to the folder.
+        max_at_once: how many may be asked for at once.
+
+    Raises:
+        ShardMissing: one of them is not there; otherwise see `listing_error`.
+    """
+    sizes = np.zeros(len(names), np.int64)
+    validators = [b""] * len(names)
+    if len(names) > _MAX_ASKED and not folder.startswith(WEB_SCHEMES):
+        table = await list_tree(filesystem, folder, lambda _: True, with_hidden=True)
+        rows = {table.names[number]: number for number in range(len(table))}
+        for number in range(len(names)):
+            row = rows.get(names[number])
+            if row is None:
+                raise _missing(names[number].decode())
+            sizes[number] = table.sizes[row]
+            validators[number] = table.validators[row] if table.validators else b""
+        return FileTable(names, sizes, Texts.of(validators))
+    waiting = iter(range(len(names)))
+
+    async def ask() -> None:
+        for number in waiting:
+            name = names[number].decode()
+            try:
+                async with asyncio.timeout(LISTING_DEADLINE_S):
+                    info = await filesystem._info(folder + name)
+            except Exception as error:
+                failure = listing_error(redact(folder + name), error)
+                missing = isinstance(failure, ShardMissing)
+                raise (_missing(name) if missing else failure) from error
+            sizes[number] = int(info["size"])
+            validators[number] = Validators.in_info(info).encoded()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(max_at_once, len(names))):
+            group.create_task(ask())
+    return FileTable(names, sizes, Texts.of(validators))
+
+
+def _missing(name: str) -> ShardMissing:
+    return ShardMissing(
+        f"the manifest names {name}, which does not exist beside it; restore the file, or remove "
+        "its row",
+        {"shard": name},
+    )
+
+
+async def _pages(filesystem: AsyncFileSystem, folder: str) -> AsyncIterator[Entries]:
+    """The files below a folder, a page at a time: each with its path without a scheme."""
+    if hasattr(filesystem, "pages_below"):  # object storages
+        async for page in filesystem.pages_below(folder):
+            yield page
+        return
+    found = await filesystem._find(folder, detail=True)
+    yield [(path.rpartition("://")[2].lstrip("/"), info) for path, info in found.items()]
+
+
+async def look_again(filesystem: AsyncFileSystem, path: str) -> tuple[int, Validators]:
+    """Size and validators of an object as it is now, past the driver's cache.
+
+    Raises:
+        GyreError: see `listing_error`.
+    """
+    try:
+        async with asyncio.timeout(LISTING_DEADLINE_S):
+            if isinstance(filesystem, ThreadedFileSystem):
+                info = await filesystem.look(path)
+            else:
+                filesystem.invalidate_cache(filesystem._parent(path))
+                info = await filesystem._info(path)
+        return int(info["size"]), Validators.in_info(info)
+    except GyreError:
+        raise
+    except Exception as error:
+        raise listing_error(redact(path), error) from error
+
+
+def listing_error(location: str, error: Exception) -> GyreError:
+    """The error for a driver's exception about a location."""
+    response, facts = response_from_error(error), {"location": location}
+    if response.error:
+        return response.error
+    if response.refused:
+        return NotAllowed(f"{location} is refused: {response.refused}", facts)
+    if (known := access_error(location, response, facts)) is not None:
+        return known
+    if isinstance(error, TimeoutError):
+        return StorageUnavailable(
+            f"the storage did not answer for {location} within {LISTING_DEADLINE_S:g} s", facts
+        )
+    return StorageUnavailable(f"the storage failed for {location}: {describe(response)}", facts)
+
+
+def no_driver(scheme: str, error: ImportError) -> ConfigError:
+    """The error for a scheme whose driver is not installed."""
+    if scheme in OBJECT_SCHEMES:
+        return ConfigError(
+            f"{scheme}:// needs {error.name}, which is not installed. "
+            'Run pip install "gyre-ml[objects]".'
+        )
+    return ConfigError(f"no driver for {scheme}:// is installed: {error}")

@@ -28,17 +28,18 @@ from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
-from gyre_daemon.storage.local.folders import list_folder, stat_files
 from gyre_daemon.storage.local.listing import (
     list_all_files,
+    list_folder,
     list_shards,
     names_in_folder,
+    stat_files,
     stat_named,
 )
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
 from gyre_daemon.storage.local.single_files import SingleFiles
-from gyre_daemon.storage.local.slow_reads import SlowReads
+from gyre_daemon.storage.local.thread_reads import SlowReads
 from gyre_daemon.storage.location import (
     ARCHIVES,
     Location,
@@ -47,9 +48,9 @@ from gyre_daemon.storage.location import (
     relative_names,
 )
 from gyre_daemon.storage.mounts import MOUNTS, Mount
-from gyre_daemon.storage.opening.drivers import Drivers
-from gyre_daemon.storage.opening.remote_listing import (
+from gyre_daemon.storage.opening.drivers import (
     LISTING_DEADLINE_S,
+    Drivers,
     Entries,
     as_folder,
     entries_of,
@@ -59,15 +60,12 @@ from gyre_daemon.storage.opening.remote_listing import (
     stat_names,
 )
 from gyre_daemon.storage.response import words
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard import Shard, Validators
 from gyre_daemon.storage.source import Source
-from gyre_daemon.storage.sources.archives import open_archive
-from gyre_daemon.storage.sources.driver_threads import ThreadedFileSystem
+from gyre_daemon.storage.sources.fsspec_drivers import ThreadedFileSystem, open_archive
 from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions, take_http_options
-from gyre_daemon.storage.sources.hub import cached_digest
-from gyre_daemon.storage.sources.hub_budget import HubUnreachable
+from gyre_daemon.storage.sources.hub import HubUnreachable, cached_digest
 from gyre_daemon.storage.sources.web_files import WebFileSystem
-from gyre_daemon.storage.validators import Validators
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.

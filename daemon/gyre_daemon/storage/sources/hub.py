@@ -4,6 +4,10 @@ The hub's library knows tokens, addresses, commits, errors and its cache on disk
 folder here: `HfApi.list_repo_tree`, on which `HfFileSystem` stands, has no timeout, and repeats
 refused requests itself (up to 20 times in 0.36, for as long as `Retry-After` says in 2), past the
 node's budget. So each page of a listing is one request of the library's session.
+
+The hub limits the requests of an address or a user. All datasets and jobs of a daemon share one
+budget. When the hub says that it was asked too often (status 429), all of them wait as long as it
+says.
 """
 
 import asyncio
@@ -11,18 +15,41 @@ import functools
 import importlib
 import operator
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
+from fsspec.asyn import AsyncFileSystem
+from fsspec.utils import glob_translate
+
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, ShardMissing
-from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions
-from gyre_daemon.storage.sources.hub_budget import HubBudget, HubError, HubUnreachable
-from gyre_daemon.storage.sources.redirects import host_of
+from gyre_daemon.runtime.threads import DaemonThreads
+from gyre_daemon.storage.location import Location, redact
+from gyre_daemon.storage.response import Response, describe
+from gyre_daemon.storage.source import OnResponse, SentRequest
+from gyre_daemon.storage.sources.http_options import (
+    CA_FILE,
+    MAX_REDIRECTS,
+    HttpOptions,
+    RedirectPolicy,
+    Refused,
+    host_of,
+)
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget, PlainSource
+
+# The hub counts requests in windows of five minutes, so a minute's worth may be asked at once.
+_BURST_S = 60.0
+# Where the hub does not say how long to wait.
+_USUAL_HOLD_S = 10.0
+# A request that would wait longer fails, with the hub's message.
+_MAX_WAIT_S = 30.0
+_NUM_THREADS = 8
+
+Result = TypeVar("Result")
 
 _PATH = re.compile(
     r"(?:hf://)?(datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?)(?:/+(.*))?"
@@ -38,6 +65,78 @@ _NEEDS = (
     "errors.HfHubHTTPError errors.LocalEntryNotFoundError get_token hf_hub_url snapshot_download "
     "utils.build_hf_headers utils.get_session utils.hf_raise_for_status"
 )
+
+_BEFORE_WILDCARDS = re.compile(r"^(?:([^*?\[]*)/)?(.*)$")
+
+
+class HubError(OSError):
+    """An answer of the hub without success.
+
+    Attributes:
+        status: of the response; 0 if there was none.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class HubUnreachable(HubError):
+    """There is no way to the hub."""
+
+
+class HubBudget:
+    """A token bucket, and a time before which nothing is sent."""
+
+    def __init__(self, requests_per_s: float) -> None:
+        """Full at first.
+
+        Args:
+            requests_per_s: in the long run.
+        """
+        self._per_s = requests_per_s
+        self._threads = DaemonThreads(_NUM_THREADS, "gyre-hub")
+        self._next = 0.0  # when the last request that was let in should be sent, if all are paced
+        self._held_until = 0.0
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def held_s(self) -> float:
+        """How long nothing may be sent from now on."""
+        return max(0.0, self._held_until - time.monotonic())
+
+    def reserve(self) -> float:
+        """Take a token for a request, to be sent after this time in seconds."""
+        now = time.monotonic()
+        self._next = max(self._next, now - _BURST_S, self._held_until) + 1 / self._per_s
+        return max(0.0, self._next - now)
+
+    def hold(self, retry_after: str | float) -> None:
+        """The hub refused a request; send nothing for the time in its `Retry-After`."""
+        text = str(retry_after).strip()
+        seconds = float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text) else 0.0
+        until = time.monotonic() + (seconds or _USUAL_HOLD_S)
+        self._held_until = max(self._held_until, until)
+
+    async def turn(self) -> None:
+        """Take a token, and wait until the request may be sent.
+
+        Raises:
+            HubError: it would take too long.
+        """
+        wait_s = self.reserve()
+        while wait_s:
+            if wait_s > _MAX_WAIT_S:
+                text = f"the hub was asked too often; it can be asked in {wait_s:.0f} s"
+                raise HubError(429, text)
+            await asyncio.sleep(wait_s)
+            wait_s = self.held_s()  # others may have been refused
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of one request, which waits for the hub's answer."""
+        return await self._threads.run(work)
 
 
 def library() -> Any:
@@ -344,3 +443,151 @@ def _token(settings: Mapping[str, Any]) -> str:
     if not token or not token.isprintable() or " " in token:
         raise ConfigError(f"token_file of a dataset's storage names {file!r:.300}: it has no token")
     return token
+
+
+class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
+    """Lists the files of datasets of the hub.
+
+    Attributes:
+        source: reads the same files.
+    """
+
+    cachable = False  # codespell:ignore cachable
+
+    def __init__(self, client: HubClient, options: HttpOptions, budget: ConnectionBudget) -> None:
+        """Ask nothing yet.
+
+        Args:
+            client: asks the hub.
+            options: see `PlainSource`.
+            budget: of connections.
+        """
+        super().__init__(asynchronous=True)
+        self._client = client
+        self.source = HubSource(client, options, budget)
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        where = HubPath.of(path)
+        name = f"{where.prefix}/{where.name}"
+        if not where.name:
+            return {"name": where.prefix, "type": "directory", "size": 0}
+        folder = replace(where, name=where.name.rpartition("/")[0])
+        for info in await self._client.folder(folder):
+            if info["name"] == name:
+                return info
+        raise FileNotFoundError(path)
+
+    async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        found = await self._client.folder(HubPath.of(path))
+        return found if detail else [each["name"] for each in found]
+
+    async def _glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+        pattern = HubPath.of(path)
+        literal, rest = _BEFORE_WILDCARDS.findall(pattern.name)[0]
+        matches = re.compile(f"{re.escape(pattern.prefix)}/{glob_translate(pattern.name)}").match
+        pages = self._client.pages(
+            replace(pattern, name=literal), recursive="/" in rest or "**" in rest
+        )
+        return {
+            info["name"]: info async for page in pages for info in page if matches(info["name"])
+        }
+
+    async def pages_below(self, folder: str) -> AsyncIterator[list[tuple[str, Any]]]:
+        """The files below a folder: path without a scheme, and info; a page at a time."""
+        async for page in self._client.pages(HubPath.of(folder), recursive=True):
+            yield [(info["name"], info) for info in page if info["type"] == "file"]
+
+
+class HubSource:
+    """Reads files of the hub; see `Source`.
+
+    The hub says where the bytes of a file lie, mostly in a storage of its own, and these are read
+    from there without asking the hub again. Small files lie on the hub itself. Their reads take
+    turns in its budget, and only they carry the daemon's token.
+    """
+
+    def __init__(self, client: HubClient, options: HttpOptions, budget: ConnectionBudget) -> None:
+        """Connect to nothing yet; see `HubFileSystem`."""
+        self._client = client
+        self._own: dict[str, str] = {}  # URLs of files on the hub itself
+        self._plain = PlainSource(None, self._url, budget, options, self._headers)
+        no_redirects = replace(options, redirects=_NoRedirects())
+        self._heads = PlainSource(None, _itself, budget, no_redirects, self._headers)
+
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """See `Source.get`."""
+
+        def answer(response: Response) -> None:
+            if path in self._own and response.status in (429, 503):
+                self._client.budget.hold(response.retry_after_s)
+            on_response(response)
+
+        return self._plain.get(path, start, stop, answer)
+
+    def refresh(self, status: int) -> None:
+        """See `Source.refresh`: the hub is asked again where files lie."""
+        self._own.clear()
+        self._plain.refresh(status)
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self._plain.close()
+        self._heads.close()
+
+    async def _url(self, path: str) -> str:
+        url = self._own.get(path) or await self._find(path)
+        if self._client.is_own(url):
+            self._own[path] = url
+            await self._client.budget.turn()
+            self._plain.forget(path)  # the next read takes its turn, too
+        return url
+
+    async def _find(self, path: str) -> str:
+        """The URL of a file's bytes, for an hour."""
+        url = await self._client.url(HubPath.of(path))
+        for _ in range(MAX_REDIRECTS):
+            response = await self._head(url)
+            if response.status == 200:
+                return url
+            url = self._client.follow(url, response.location)
+            if not self._client.is_own(url):
+                return url
+        raise HubError(0, "the hub redirects in a loop")
+
+    async def _head(self, url: str) -> Response:
+        """The answer of the hub, which is a success or a redirect."""
+        await self._client.budget.turn()
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+        def told(response: Response) -> None:
+            if not answer.done():
+                answer.set_result(response)
+
+        async with asyncio.timeout(TIMEOUT_S):
+            self._heads.head(url, told)
+            response = await answer
+        self._heads.forget(url)
+        if response.status in (429, 503):
+            self._client.budget.hold(response.retry_after_s)
+        if response.status != 200 and not response.location:
+            if response.refused:
+                raise Refused(response.refused)
+            raise HubError(response.status, describe(response))
+        return response
+
+    def _headers(self, url: str) -> str:
+        """The token goes to the hub alone."""
+        is_own = self._client.token and self._client.is_own(url)
+        return f"Authorization: Bearer {self._client.token}\r\n" if is_own else ""
+
+
+class _NoRedirects(RedirectPolicy):
+    """Redirects are answers: they say where a file is."""
+
+    def follow(self, url: str, location: str) -> str:
+        """Refuse all; see `RedirectPolicy.follow`."""
+        raise Refused(f"{redact(url)} redirects to {redact(location)}")
+
+
+async def _itself(url: str) -> str:
+    return url

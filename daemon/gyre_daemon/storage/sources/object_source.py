@@ -23,12 +23,11 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.location import endpoints_in, redact
 from gyre_daemon.storage.response import Response, no_listing, response_from_error
+from gyre_daemon.storage.shard import Validators
 from gyre_daemon.storage.source import OnResponse, SentRequest, Source
-from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.http_options import HttpOptions
-from gyre_daemon.storage.sources.plain_source import PlainSource
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget, PlainSource
 from gyre_daemon.storage.sources.tls_relay import plain_settings
-from gyre_daemon.storage.validators import Validators
 
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver

@@ -1,24 +1,30 @@
-"""Ranges over HTTP/1.1, with TLS or without, on connections that stay open.
+"""Objects that are read by our own HTTP client: web servers', and those of S3.
 
-It takes a third of the processor time of a general client. RFC 9110 and 9112, as far as a GET with
-one range or a HEAD goes: a response has a `Content-Length`, or its connection is not used again.
-Redirects are told to whoever asked, and proxies are left to the general client.
+It speaks HTTP/1.1, with TLS or without, on connections that stay open, and takes a third of the
+processor time of a general client. RFC 9110 and 9112, as far as a GET with one range or a HEAD
+goes: a response has a `Content-Length`, or its connection is not used again. Proxies are left to
+the general client.
+
+The storage's own driver signs a URL for each object, with credentials wherever they come from, and
+ranges of that URL are read. So nothing here knows how a request is signed.
 """
 
 import asyncio
+import contextlib
+import functools
 import mmap
 import re
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import cast
-from urllib.parse import SplitResult
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+from urllib.parse import SplitResult, urlsplit
 
-from gyre_daemon.storage.response import Body, Response, untrusted
-from gyre_daemon.storage.source import OnResponse
-from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.response import Body, Response, response_from_error, untrusted
+from gyre_daemon.storage.source import OnResponse, SentRequest, Source
+from gyre_daemon.storage.sources.http_options import MAX_REDIRECTS, HttpOptions, Refused
 
 _END = b"\r\n\r\n"
 _FIELD = re.compile(
@@ -48,6 +54,73 @@ _MAX_SIZE_DIGITS = 18
 # it in pieces that the system never gets back: 23 MiB beside a cache of 24. Mapping a shorter body
 # takes more time than copying it once more.
 _MIN_MAPPED_BYTES = 64 << 10
+
+_SIGN_AGAIN_S = 1800.0  # half of a signature's life
+_MAX_TARGETS = 1 << 16  # objects whose signed URLs are kept, of some 500 bytes each
+
+Sign = Callable[[str], Awaitable[str]]
+
+
+class ConnectionPool(Protocol):
+    """The connections to one host."""
+
+    def has_room(self) -> None:
+        """More connections may be opened than when one was last refused."""
+
+    def close_idle(self) -> bool:
+        """Begin to close an idle connection; returns whether there was one."""
+
+
+class ConnectionBudget:
+    """Counts the connections of all hosts. Used from one event loop.
+
+    The operating system limits descriptors, and the daemon's clients need some too. A host without
+    a connection gets one that another host leaves idle, or it would never be served.
+
+    Attributes:
+        num_left: how many more connections may be opened now.
+    """
+
+    def __init__(self, max_open: int) -> None:
+        """Nothing is open.
+
+        Args:
+            max_open: the most connections at once, including those being opened.
+        """
+        self.num_left = max_open
+        self._pools: dict[ConnectionPool, None] = {}  # those that may have idle connections
+        self._refused: dict[ConnectionPool, None] = {}  # those that wait for one, oldest first
+
+    def is_wanted_by_others(self, pool: ConnectionPool) -> bool:
+        """Whether another host waits, so that a pool closes a connection that becomes idle."""
+        return any(other is not pool for other in self._refused)
+
+    def take(self, pool: ConnectionPool) -> bool:
+        """Whether a pool may open one more connection.
+
+        If not, another pool's idle one is closed, and `has_room` is called when there is room.
+        """
+        if self.num_left:
+            self.num_left -= 1
+            self._pools[pool] = None
+            return True
+        if pool not in self._refused:
+            self._refused[pool] = None
+            any(other.close_idle() for other in self._pools if other is not pool)
+        return False
+
+    def give_back(self) -> None:
+        """A connection was closed, or was never opened."""
+        self.num_left += 1
+        if self._refused:
+            pool = next(iter(self._refused))
+            del self._refused[pool]
+            pool.has_room()
+
+    def forget(self, pool: ConnectionPool) -> None:
+        """A pool opens no more connections; those it has are still given back one by one."""
+        self._pools.pop(pool, None)
+        self._refused.pop(pool, None)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -386,9 +459,9 @@ def _is_redirect(response: Response) -> bool:
 
 def _tell(response: Response, fields: Mapping[bytes, bytes]) -> None:
     """Repeat fields of a head as texts of the response."""
-    for field, name in _TEXTS:
-        if field in fields:
-            setattr(response, name, fields[field].decode("latin-1"))
+    for key, name in _TEXTS:
+        if key in fields:
+            setattr(response, name, fields[key].decode("latin-1"))
 
 
 def _seconds(text: bytes) -> float:
@@ -399,3 +472,167 @@ def _seconds(text: bytes) -> float:
 def _is_number(text: bytes) -> bool:
     """Whether these are digits, as many as a size can have; `int` refuses thousands of them."""
     return text.isdigit() and len(text) <= _MAX_SIZE_DIGITS
+
+
+class PlainSource:
+    """Reads objects over HTTP or HTTPS; see `Source`.
+
+    The first redirect of an object that may be followed holds for all later requests for it, until
+    its URL is signed again.
+    """
+
+    def __init__(
+        self,
+        general: Source | None,
+        sign: Sign,
+        budget: ConnectionBudget,
+        options: HttpOptions,
+        headers: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        """Read what `sign` knows URLs for.
+
+        Args:
+            general: the client whose credentials sign; None if there is none.
+            sign: returns an object's signed URL.
+            budget: of connections.
+            options: which redirects are followed, and whose certificates are trusted.
+            headers: takes a URL and returns further lines of the header of its requests, such as
+                credentials; it is asked again for where a redirect leads.
+        """
+        self._headers = headers
+        self._general = general
+        self._sign = sign
+        self._budget = budget
+        self._loop = asyncio.get_running_loop()
+        self._targets: dict[str, _SignedTarget] = {}  # by path
+        self._hosts: dict[str, PlainHttp] = {}  # by scheme and network location
+        self._options = options
+
+    def connect(self, url: SplitResult, num_connections: int) -> None:
+        """Open the first connections to a host."""
+        self._host(url).connect(min(num_connections, self._budget.num_left))
+
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """See `Source.get`."""
+        range_text = b"Range: bytes=%d-%d\r\n\r\n" % (start, stop - 1)
+        get = HttpGet(b"", stop - start, on_response, range_text=range_text)
+        return self._send(path, get)
+
+    def head(self, path: str, on_response: OnResponse) -> SentRequest:
+        """Request the size and the etag of an object; see `Source.get`."""
+        return self._send(path, HttpGet(b"", 0, on_response, is_head=True, range_text=b"\r\n"))
+
+    def _send(self, path: str, get: HttpGet) -> SentRequest:
+        target = self._targets.get(path)
+        if target is None or target.until < self._loop.time():
+            if len(self._targets) >= _MAX_TARGETS:
+                del self._targets[next(iter(self._targets))]
+            target = self._targets[path] = _SignedTarget(self._loop.time() + _SIGN_AGAIN_S)
+            target.task = self._loop.create_task(self._prepare(target, path))
+        if target.host:
+            target.send(get)
+        else:
+            target.waiting.append(get)
+        return get
+
+    def refresh(self, status: int) -> None:
+        """See `Source.refresh`."""
+        if self._general:
+            self._general.refresh(status)
+        self._targets.clear()
+
+    def forget(self, path: str) -> None:
+        """Sign an object again for its next request; reads that wait for its URL go on."""
+        self._targets.pop(path, None)
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        _close_all(self._targets.values(), self._hosts.values())
+
+    def __del__(self) -> None:
+        """Close connections when no dataset reads any more, in whatever thread that is noticed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            targets, hosts = [*self._targets.values()], [*self._hosts.values()]
+            self._loop.call_soon_threadsafe(_close_all, targets, hosts)
+
+    async def _prepare(self, target: "_SignedTarget", path: str) -> None:
+        try:
+            url = await self._sign(path)
+        except Exception as error:
+            self._targets.pop(path, None)
+            refused = Response(0, refused=str(error)) if isinstance(error, Refused) else None
+            for get in target.waiting:
+                if get.on_response:
+                    get.on_response(refused or response_from_error(error))
+            return
+        target.on_redirect = functools.partial(self._redirected, target)
+        target.turn_to(url, self._host(urlsplit(url)), self._headers(url))
+        for get in target.waiting:
+            if get.on_response:
+                target.send(get)
+        target.waiting.clear()
+        target.task = None
+
+    def _redirected(self, target: "_SignedTarget", get: HttpGet, response: Response) -> None:
+        """Send a request again to where it was redirected, or answer why not."""
+        get.num_redirects += 1
+        try:
+            if get.num_redirects > MAX_REDIRECTS:
+                raise Refused(f"it was redirected {MAX_REDIRECTS} times, which is probably a loop")
+            url = self._options.redirects.follow(get.url, response.location)
+        except Refused as refused:
+            response.refused = str(refused)
+            if get.on_response:
+                get.on_response(response)
+            return
+        target.turn_to(url, self._host(urlsplit(url)), self._headers(url))
+        target.send(get)
+
+    def _host(self, url: SplitResult) -> PlainHttp:
+        where = f"{url.scheme}://{url.netloc}"
+        if where not in self._hosts:
+            self._hosts[where] = PlainHttp(
+                url, self._budget, self._options.tls if url.scheme == "https" else None
+            )
+        return self._hosts[where]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _SignedTarget:
+    """The beginning of each request for one object, up to its range; valid until `until`."""
+
+    until: float
+    url: str = ""
+    text: bytes = b""
+    on_redirect: Callable[[HttpGet, Response], None] | None = None
+    host: PlainHttp | None = None  # once it is signed
+    waiting: list[HttpGet] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    def turn_to(self, url: str, host: PlainHttp, headers: str) -> None:
+        """Send requests to this URL from now on."""
+        parts = urlsplit(url)
+        where = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        netloc = parts.netloc.rpartition("@")[2]
+        fields = "User-Agent: gyre\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
+        text = f" {where} HTTP/1.1\r\nHost: {netloc}\r\n{fields}{headers}"
+        self.url, self.text, self.host = url, text.encode("latin-1"), host
+
+    def send(self, get: HttpGet) -> None:
+        """Send a request for the object."""
+        method = b"HEAD" if get.is_head else b"GET"
+        get.text, get.url, get.on_redirect = (
+            method + self.text + get.range_text,
+            self.url,
+            self.on_redirect,
+        )
+        assert self.host
+        self.host.send(get)
+
+
+def _close_all(targets: Iterable[_SignedTarget], hosts: Iterable[PlainHttp]) -> None:
+    for target in targets:
+        if target.task:
+            target.task.cancel()
+    for host in hosts:
+        host.close()

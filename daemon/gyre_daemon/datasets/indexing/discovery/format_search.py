@@ -23,8 +23,7 @@ from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.opening.shard_files import read_ranges
-from gyre_daemon.storage.patterns import is_beside
-from gyre_daemon.storage.splits import no_match
+from gyre_daemon.storage.patterns import is_beside, no_match
 
 _MAX_HEADS = 16  # files whose first bytes are read
 _MAX_FOLDERS = 16  # searched for a message

@@ -23,8 +23,7 @@ import msgspec
 
 from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.storage.patterns import matches_any
-from gyre_daemon.storage.splits import check_one_set
+from gyre_daemon.storage.patterns import check_one_set, matches_any
 
 Shard = TypeVar("Shard")
 _WIDS = "wids-shard-index-v1"

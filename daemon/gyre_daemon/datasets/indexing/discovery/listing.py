@@ -19,12 +19,12 @@ from gyre_daemon.datasets.indexing.discovery.described import read_described
 from gyre_daemon.errors import InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.concatenated import ConcatenatedFiles
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.patterns import check_one_tree
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.splits import check_one_tree
+from gyre_daemon.storage.unions import ConcatenatedFiles
 
 # A manifest is read whole, and its rows take some ten times its bytes while that is done.
 _MAX_MANIFEST_BYTES = 1 << 30

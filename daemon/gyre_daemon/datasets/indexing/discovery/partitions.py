@@ -22,8 +22,7 @@ from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.patterns import is_beside, matches_any, patterns_of
-from gyre_daemon.storage.splits import check_one_tree
+from gyre_daemon.storage.patterns import check_one_tree, is_beside, matches_any, patterns_of
 
 _MAGIC = re.compile(r"[*?\[]")
 _PARTITION = re.compile(r"([^=/]+)=([^/]*)")

@@ -1,19 +1,24 @@
-"""Single files as the layers above see them: one shard, in which all files follow each other.
+"""Storages made of others: single files as one shard, and the shards of a mixture's sources.
 
-In that shard each file comes after its *head*, a few bytes that are kept in memory, such as its
-path. So a sample is a range of a shard, a block is a run of neighbouring files, and the order, the
-cache and the index know nothing of files. Only this module knows which range is which file.
+[Note: Files that follow each other]
+
+A dataset of single files is one shard for the layers above, in which each file comes after its
+*head*, a few bytes that are kept in memory, such as its path. So a sample is a range of a shard, a
+block is a run of neighbouring files, and the order, the cache and the index know nothing of files.
+Only this module knows which range is which file.
 """
 
+import asyncio
 import ctypes
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gyre_daemon.runtime.threads import Flow
+from gyre_daemon.runtime.threads import Flow, compute
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.delays import Delays
@@ -22,6 +27,10 @@ from gyre_daemon.storage.shard import Shard
 
 _CHUNK_BYTES = 8 << 20
 _NAME = "files"  # of the one shard
+
+# Reads that are computed on the event loop, in some 2 ms. More of them go through a thread, which
+# costs a hop.
+_MAX_ON_LOOP = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,3 +195,71 @@ class _FilePlan:
 
     def lease(self) -> AbstractContextManager[None]:
         return self._plan.lease()
+
+
+class MixedStorage:
+    """A `Storage` with the shards of several others.
+
+    Attributes:
+        shards: of all sources.
+    """
+
+    checksums = None
+    block_cache = None
+
+    def __init__(
+        self, storages: Sequence[Storage], seeds: Sequence[Callable[[int], int] | None]
+    ) -> None:
+        """Join K storages.
+
+        Args:
+            storages: of the sources.
+            seeds: K, each takes the seed of reads and returns that of the source; None where the
+                source's bytes do not depend on chance.
+        """
+        self.shards: Sequence[Shard] = [shard for each in storages for shard in each.shards]
+        self._storages, self._seeds = storages, seeds
+        counts = [len(each.shards) for each in storages]
+        self._first = [0, *np.cumsum(counts).tolist()]
+
+    @property
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`: if all sources are."""
+        return all(each.is_node_local for each in self._storages)
+
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`: all sources at once."""
+        everything = slice(0, len(plan))
+        if len(plan) <= _MAX_ON_LOOP:
+            reads = plan.part(everything)
+        else:
+            reads = await compute(plan.part, everything)
+        source = np.searchsorted(self._first, reads.shard, side="right") - 1
+        async with asyncio.TaskGroup() as tasks:
+            for number in np.unique(source).tolist():
+                its = reads.part(np.flatnonzero(source == number))
+                seed_of = self._seeds[number]
+                draws = None
+                if its.draws and seed_of:
+                    draws = replace(its.draws, seed=seed_of(its.draws.seed))
+                own = replace(its, shard=its.shard - self._first[number], draws=draws)
+                tasks.create_task(self._storages[number].read(own))
+
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`."""
+        storage, own = self._of(shard)
+        return storage.stream(own)
+
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        storage, own = self._of(shard)
+        return storage.path(own)
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`."""
+        storage, own = self._of(shard)
+        return storage.local_file(own)
+
+    def _of(self, shard: int) -> tuple[Storage, int]:
+        number = bisect_right(self._first, shard) - 1
+        return self._storages[number], shard - self._first[number]

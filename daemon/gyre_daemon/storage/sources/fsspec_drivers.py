@@ -1,4 +1,4 @@
-"""Synchronous drivers of fsspec: each call runs in a thread, with a driver that no other call uses.
+"""Drivers of fsspec: asynchronous ones, synchronous ones in threads, archives, those of scripts.
 
 [Note: Drivers and threads]
 
@@ -10,22 +10,34 @@ before is tried again with a new one: a server may have closed connections that 
 The threads belong to one endpoint, and the process never joins them. A driver that hangs keeps its
 own threads and delays nothing else. A thread cannot be stopped, so a cancelled read still counts
 among those in flight until its thread returns.
+
+An archive is a shard like any other, so it is opened and read by the rules of its own location: a
+local one beneath its folder, another one by the ranges that are needed.
 """
 
 import asyncio
 import contextlib
+import functools
+import io
 import operator
+import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import fsspec
 from fsspec.asyn import AsyncFileSystem
+from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
+from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.runtime.plug_ins import load_script_object
 from gyre_daemon.runtime.threads import DaemonThreads
+from gyre_daemon.storage.base import Storage, StorageFile
 from gyre_daemon.storage.response import Response, response_from_error
 from gyre_daemon.storage.source import LoopThreads, OnResponse, SentRequest
 
@@ -51,6 +63,13 @@ _IDLE_S = 30.0  # a driver without a call for this long is closed
 _ANSWERS = (
     FileNotFoundError, IsADirectoryError, NotADirectoryError, NotImplementedError, PermissionError,
 )  # fmt: skip
+
+# Each driver keeps a directory of the archive, of some 3 KB for each member.
+_NUM_DRIVERS, _MAX_MEMBERS = 4, 100_000
+_BUFFER_BYTES = 128 << 10  # of the archive that one read asks for, at least
+
+CLASS = "class"  # among the settings of a storage: the file of the class
+_ABSENT = "gyre_daemon.absent.Absent"  # where fsspec looks for a class that was not passed
 
 
 class NotConnected(Exception):
@@ -357,3 +376,137 @@ def _behind_link(driver: AbstractFileSystem, info: dict[str, Any]) -> dict[str, 
     with contextlib.suppress(OSError):
         return {**driver.info(info["name"]), "name": info["name"]}
     return info
+
+
+class DriverSource:
+    """Reads with an asynchronous fsspec file system of this event loop; see `Source`."""
+
+    def __init__(self, filesystem: AsyncFileSystem) -> None:
+        self._filesystem = filesystem
+
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """See `Source.get`."""
+        return AwaitedRequest(self._response(path, start, stop), on_response)
+
+    def refresh(self, status: int) -> None:
+        """See `Source.refresh`: drivers keep their credentials to themselves."""
+
+    def close(self) -> None:
+        """See `Source.close`: a driver's connections go with it."""
+
+    async def _response(self, path: str, start: int, stop: int) -> Response:
+        try:
+            return Response(
+                206, bytes(await self._filesystem._cat_file(path, start=start, end=stop))
+            )
+        except Exception as error:
+            return response_from_error(error)
+
+
+class AwaitedRequest:
+    """A request whose response is seen once it is complete; see `SentRequest`."""
+
+    first_byte_at = None
+
+    def __init__(self, response: Awaitable[Response], on_response: OnResponse) -> None:
+        """Begin to wait.
+
+        Args:
+            response: raises nothing.
+            on_response: see `Source.get`.
+        """
+        self._response = asyncio.ensure_future(response)
+        self._on_response = on_response
+        self._is_cancelled = False
+        self._response.add_done_callback(self._done)
+
+    def cancel(self) -> None:
+        """See `SentRequest.cancel`."""
+        self._is_cancelled = True  # a future that is done cannot be cancelled
+        self._response.cancel()
+
+    def when_free(self, free: Callable[[], None]) -> None:
+        """See `SentRequest.when_free`: at once."""
+        free()
+
+    def _done(self, response: "asyncio.Future[Response]") -> None:
+        if not self._is_cancelled and not response.cancelled():
+            self._on_response(response.result())
+
+
+def open_archive(scheme: str, address: str, storage: Storage) -> ThreadedFileSystem:
+    """The members of an archive; reads nothing yet.
+
+    Args:
+        scheme: of the kind of archive.
+        address: the part of members' URLs before their names.
+        storage: its only shard is the archive.
+    """
+    loop = asyncio.get_running_loop()
+    return ThreadedFileSystem(
+        address,
+        functools.partial(_driver, scheme, storage, loop),
+        EndpointThreads(address, _NUM_DRIVERS),
+        # the storage notices where the archive changes
+        {"version": storage.shards[0].version},
+    )
+
+
+def _driver(scheme: str, storage: Storage, loop: asyncio.AbstractEventLoop) -> AbstractFileSystem:
+    name = storage.shards[0].name
+    file = io.BufferedReader(StorageFile(storage, loop), _BUFFER_BYTES)
+    try:
+        make = fsspec.get_filesystem_class(scheme)
+        driver = make(fo=file, skip_instance_cache=True)  # codespell:ignore fo
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        raise InvalidRequest(
+            f"{name} is no {scheme} archive: {error}. A compressed tar has no index; name it "
+            "without `tar://`, and its format is webdataset"
+        ) from error
+    driver.info("")  # which fills `dir_cache`
+    if (num_members := len(driver.dir_cache)) > _MAX_MEMBERS:
+        raise InvalidRequest(
+            f"{name} has too many members (got {num_members}, at most {_MAX_MEMBERS}). Unpack it"
+        )
+    return driver
+
+
+def allow_scheme(uri: str) -> None:
+    """Let datasets have the scheme of a script's file system.
+
+    Raises:
+        InvalidRequest: a driver reads this scheme.
+    """
+    scheme = uri.partition("://")[0].lower()
+    error = f"{scheme}:// is read by a class: pass storage="
+    known = known_implementations.setdefault(scheme, {"class": _ABSENT, "err": error})
+    if known["class"] != _ABSENT:
+        raise InvalidRequest(
+            f"storage: {scheme}:// has a driver already. Give the dataset another scheme, such as "
+            "my://"
+        )
+
+
+def driver_of(scheme: str, settings: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The driver of a scheme, and the settings that it takes.
+
+    Raises:
+        ConfigError: the settings name a class that cannot be loaded, or is no file system.
+        ImportError: the driver is not installed.
+    """
+    if CLASS not in settings:
+        return fsspec.get_filesystem_class(scheme), settings
+    try:
+        found, _ = load_script_object(settings[CLASS])
+    except Exception as error:
+        raise ConfigError(
+            f"storage: the class cannot be loaded: {type(error).__name__}: {error!s:.300}"
+        ) from error
+    if not issubclass(found, fsspec.AbstractFileSystem):
+        raise ConfigError(
+            f"storage: {found.__name__} is no file system. Derive it from fsspec.AbstractFileSystem"
+        )
+    driver: Any = found
+    if driver.protocol in ("abstract", None):
+        driver.protocol = scheme
+    return driver, {key: value for key, value in settings.items() if key != CLASS}
