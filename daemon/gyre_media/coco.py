@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from gyre_daemon.datasets.formats.entry import FormatEntry
-from gyre_daemon.datasets.formats.files.format import FilesFormat, FilesOptions
-from gyre_daemon.datasets.formats.files.manifest import checked_path
+from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions, checked_path
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.datasets.formats.names import renamed
 from gyre_daemon.errors import ConfigError, CorruptSample

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from gyre_daemon.datasets.formats.entry import FormatEntry
-from gyre_daemon.datasets.formats.files.format import FilesFormat, FilesOptions
+from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.listed import Described, Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.datasets.formats.media import IMAGES

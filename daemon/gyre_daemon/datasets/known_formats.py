@@ -5,6 +5,9 @@ from dataclasses import fields
 
 from gyre_daemon.config import DatasetConfig, check_keys
 from gyre_daemon.datasets.formats import Format, FormatEntry, ListedFormat
+from gyre_daemon.datasets.formats.arrayrecord import ArrayRecordFormat, ArrayRecordOptions
+from gyre_daemon.datasets.formats.arrow import ArrowFormat
+from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.installed import (
     included_formats,
@@ -14,14 +17,11 @@ from gyre_daemon.datasets.formats.installed import (
 )
 from gyre_daemon.datasets.formats.jsonl import JsonlFormat, JsonlOptions
 from gyre_daemon.datasets.formats.lines import LinesOptions, TextFormat
-from gyre_daemon.datasets.formats.rows.arrayrecord import ArrayRecordFormat, ArrayRecordOptions
-from gyre_daemon.datasets.formats.rows.arrow import ArrowFormat
-from gyre_daemon.datasets.formats.rows.delimited import CsvFormat, DelimitedOptions, TsvFormat
-from gyre_daemon.datasets.formats.rows.mds import MdsFormat, MdsOptions
-from gyre_daemon.datasets.formats.rows.npy_rows import RowsFormat, RowsOptions
-from gyre_daemon.datasets.formats.rows.parquet import ParquetFormat
-from gyre_daemon.datasets.formats.rows.tfrecord import TfrecordFormat, TfrecordOptions
+from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
+from gyre_daemon.datasets.formats.npy import RowsFormat, RowsOptions
+from gyre_daemon.datasets.formats.parquet import ParquetFormat
 from gyre_daemon.datasets.formats.schemas import ColumnOptions
+from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.errors import ConfigError

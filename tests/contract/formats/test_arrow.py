@@ -11,9 +11,9 @@ import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_daemon.datasets.formats import SampleIndex
+from gyre_daemon.datasets.formats.arrow import RecordBatchScan
 from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.indexes.chunks import check_chunks
-from gyre_daemon.datasets.formats.rows.arrow import RecordBatchScan
 from gyre_daemon.datasets.formats.schemas import Wanted
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings

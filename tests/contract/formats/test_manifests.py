@@ -12,7 +12,7 @@ import pytest
 from gyre_client import Loader, texts
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import ShardMissing
-from gyre_daemon.datasets.formats.files.manifest import read_manifest
+from gyre_daemon.datasets.formats.files import read_manifest
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import Texts
 from gyre_daemon.storage.opening import drivers

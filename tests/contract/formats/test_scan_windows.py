@@ -5,7 +5,7 @@ import io
 import tarfile
 
 import numpy as np
-from gyre_daemon.datasets.formats.webdataset.scan import scan_tar
+from gyre_daemon.datasets.formats.tar_shards import scan_tar
 from gyre_daemon.datasets.scans.processes import ScanProcesses
 from gyre_daemon.workers.compute_workers import ComputeServer
 

@@ -111,7 +111,7 @@ class RecordBatchScan:
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
         """See `scan_arrow`, which needs pyarrow and is imported when a file is read."""
-        from gyre_daemon.datasets.formats.rows.arrow_rows import scan_arrow  # noqa: PLC0415
+        from gyre_daemon.datasets.formats.arrow_rows import scan_arrow  # noqa: PLC0415
 
         return scan_arrow(self.wanted, shard, file)
 
@@ -128,6 +128,6 @@ class RecordBatchDecoder:
 
     def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
         """See `decode_batch`, which needs pyarrow."""
-        from gyre_daemon.datasets.formats.rows.arrow_rows import decode_batch  # noqa: PLC0415
+        from gyre_daemon.datasets.formats.arrow_rows import decode_batch  # noqa: PLC0415
 
         return decode_batch(self.wanted, chunk)

@@ -37,7 +37,7 @@ from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.storage.shard import Shard
 
 if TYPE_CHECKING:
-    from gyre_daemon.datasets.formats.rows.arrow_rows import ServedColumn
+    from gyre_daemon.datasets.formats.arrow_rows import ServedColumn
 
 # Column chunks this close together are read as one range.
 _MAX_GAP_BYTES = 64 << 10
@@ -224,14 +224,14 @@ def _open(file: Any, metadata: Any = None) -> Any:
 
 
 def _served(schema: Any, wanted: Wanted) -> "list[ServedColumn]":
-    from gyre_daemon.datasets.formats.rows.arrow_rows import served_columns  # noqa: PLC0415
+    from gyre_daemon.datasets.formats.arrow_rows import served_columns  # noqa: PLC0415
 
     return served_columns(schema, wanted)
 
 
 def _read(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[Column]:
     """Some columns of a row group."""
-    from gyre_daemon.datasets.formats.rows.arrow_rows import column_of  # noqa: PLC0415
+    from gyre_daemon.datasets.formats.arrow_rows import column_of  # noqa: PLC0415
 
     paths = list(dict.fromkeys(column.path for column in columns))
     table = opened.read_row_group(number, columns=paths, use_threads=False)

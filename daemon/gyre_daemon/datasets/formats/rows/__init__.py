@@ -1,1 +1,0 @@
-"""Formats whose samples are rows or records of large files."""
