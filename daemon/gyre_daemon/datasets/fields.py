@@ -12,7 +12,7 @@ import numpy as np
 from gyre_daemon.datasets.codecs import check_field
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, SHAPE_SUFFIX
-from gyre_daemon.datasets.formats.names import is_servable
+from gyre_daemon.datasets.formats.field_spec import is_servable
 from gyre_daemon.errors import ConfigError
 
 CASTS = (

@@ -13,8 +13,12 @@ from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
-from gyre_daemon.datasets.formats.indexes.chunks import Expected, StoredChunk
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
+    Chunks,
+    Expected,
+    StoredChunk,
+    chunks_of,
+)
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor

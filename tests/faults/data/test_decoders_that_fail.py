@@ -15,8 +15,12 @@ import pytest
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.indexes.chunks import Column, StoredChunk, chunk_arrays
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
+    ChunkIndex,
+    Column,
+    StoredChunk,
+    chunk_arrays,
+)
 from gyre_daemon.datasets.scans import server
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics

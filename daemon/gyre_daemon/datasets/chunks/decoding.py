@@ -12,7 +12,12 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.indexes.chunks import DamagedPart, Decode, Expected, StoredChunk
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
+    DamagedPart,
+    Decode,
+    Expected,
+    StoredChunk,
+)
 from gyre_daemon.errors import CorruptSample
 
 

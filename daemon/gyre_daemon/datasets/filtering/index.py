@@ -10,8 +10,8 @@ from gyre_protos.text import counted
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.field_spec import Extents
-from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.indexes.table import located_bounds
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_that_begin_at
 from gyre_daemon.order.shuffle.permutation import Int64Array

@@ -17,8 +17,7 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.entry import FormatEntry
-from gyre_daemon.datasets.formats.installed import shown_format
+from gyre_daemon.datasets.formats.installed import FormatEntry, shown_format
 from gyre_daemon.datasets.formats.listed import ListedFormat
 
 __all__ = [

@@ -28,10 +28,17 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, SampleIndex, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.indexes.chunks import (
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    DamagedSample,
+    FieldSpec,
+    SampleIndex,
+    Scan,
+    corrupt,
+)
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
     MAX_CHUNK_BYTES,
+    ChunkIndex,
     Column,
     StoredChunk,
     check_chunks,
@@ -40,7 +47,7 @@ from gyre_daemon.datasets.formats.indexes.chunks import (
     num_rows,
     refuse_damaged,
 )
-from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 
 BLOCK_BYTES = 1 << 16
@@ -421,10 +428,7 @@ def _footer(shard: str, file: BinaryIO, size: int) -> list[Chunk]:
             f"{error}; ArrayRecord files end with a footer and a block that names it: is this "
             "one, and whole?"
         )
-        raise CorruptSample(
-            f"shard {shard} at byte {offset}: {reason}",
-            {"shard": shard, "offset": offset, "reason": reason},
-        ) from error
+        raise corrupt(shard, offset, reason) from error
 
 
 def _first(data: bytes, start: int) -> bytes:

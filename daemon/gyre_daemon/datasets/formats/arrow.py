@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, SampleIndex, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.indexes.chunks import (
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
+    ChunkIndex,
     Column,
     StoredChunk,
     check_chunks,
@@ -21,10 +21,10 @@ from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.schemas import (
     ColumnOptions,
     Wanted,
+    are_compressed,
     require_pyarrow,
     scan_version,
 )
-from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 
 _NOUN = "record batch"
@@ -87,12 +87,7 @@ class ArrowFormat:
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
         """The index of shards that have the same columns."""
         pairs = [pair for pair in zip(shards, inspected, strict=True) if num_rows(pair[1])]
-        decoded = [shard.name for shard, scan in pairs if "base" not in scan]
-        if decoded and len(decoded) < len(pairs):
-            raise ConfigError(
-                f"the record batches of some shards are compressed, such as those of "
-                f"{decoded[0]}, and others are not. Serve them as two datasets."
-            )
+        decoded = are_compressed([shard for shard, _ in pairs], ["base" not in s for _, s in pairs])
         identity = f"arrow {self._columns.pairs}".encode()
         if pairs and not decoded:
             identity = b"arrow " + pairs[0][1]["fields"].tobytes()

@@ -19,17 +19,17 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
-from gyre_daemon.datasets.formats.indexes.chunks import (
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, corrupt
+from gyre_daemon.datasets.formats.field_spec import check_names
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
     MAX_CHUNK_BYTES,
     Column,
     StoredChunk,
     chunk_arrays,
     lacking,
 )
-from gyre_daemon.datasets.formats.names import check_names
 from gyre_daemon.datasets.formats.schemas import Wanted
-from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.errors import ConfigError
 
 # Structs of exactly these are how Hugging Face datasets store images, audio and other files.
 _FILE_FIELDS = {"bytes", "path"}
@@ -567,11 +567,7 @@ def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
     except ConfigError as error:
         raise ConfigError(f"shard {shard}: {error}") from error
     except (ValueError, RecursionError, OverflowError) as error:
-        reason = f"{error!s:.500}"
-        raise CorruptSample(
-            f"shard {shard} at byte {messages.offset}: {reason}",
-            {"shard": shard, "offset": messages.offset, "reason": reason},
-        ) from error
+        raise corrupt(shard, messages.offset, f"{error!s:.500}") from error
 
 
 def _scan(messages: _Messages, wanted: Wanted) -> Arrays:

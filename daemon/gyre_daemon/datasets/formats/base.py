@@ -8,7 +8,7 @@ To open a dataset, the daemon uses a `Format` in this order:
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
    which the daemon keeps in sidecar files and hands back the next time.
 3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
-   shards, or of decoded shards where samples are rows of chunks (see `chunks`).
+   shards, or of decoded shards where samples are rows of chunks (see `indexes.chunk_index`).
 
 Where each file is a sample, a `ListedFormat` does instead; see `listed`.
 
@@ -92,6 +92,7 @@ from gyre_daemon.datasets.formats.field_spec import (
     indexed_fields,
     stored_fields,
 )
+from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.shuffle.blocks import BlockTable
 from gyre_daemon.storage.shard import Shard
 
@@ -115,9 +116,20 @@ __all__ = [
     "Scan",
     "TolerantFormat",
     "array_of",
+    "corrupt",
     "indexed_fields",
     "stored_fields",
 ]
+
+
+def corrupt(shard: str, offset: int | None, reason: str, **facts: str) -> CorruptSample:
+    """The error for a shard that cannot be served, at a byte if that is known."""
+    where = "" if offset is None else f" at byte {offset}"
+    place: dict[str, str | int] = {} if offset is None else {"offset": offset}
+    return CorruptSample(
+        f"shard {shard}{where}: {reason}", {"shard": shard, **place, "reason": reason, **facts}
+    )
+
 
 Arrays = Mapping[str, np.ndarray]  # the results of an inspection, by names that the format chooses
 

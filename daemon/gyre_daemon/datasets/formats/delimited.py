@@ -25,14 +25,14 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     Scan,
     array_of,
+    corrupt,
 )
-from gyre_daemon.datasets.formats.indexes.stored import check_columns, json_of
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.field_spec import check_names, renamed
+from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_columns, json_of
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.lines import pieces_of
-from gyre_daemon.datasets.formats.names import check_names, renamed
-from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
-from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.datasets.formats.schemas import SchemaOptions, common_schema, known_columns
+from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 
 _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
@@ -256,7 +256,8 @@ class CsvFormat:
 
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """The index of shards that have the same columns."""
-        names = _common_names(shards, inspected)
+        every: list[list[str]] = [json.loads(scan["names"].tobytes()) for scan in inspected]
+        names = common_schema(shards, [each or None for each in every], _described) or []
         wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
         check_names([name for name, _ in wanted], "columns")
         if names:
@@ -295,8 +296,7 @@ class CsvFormat:
         try:
             return scan_table(file, self._delimiter, self._options.names)
         except MalformedTable as error:
-            facts = {"shard": shard, "offset": error.offset, "reason": str(error)}
-            raise CorruptSample(f"shard {shard} at byte {error.offset}: {error}", facts) from error
+            raise corrupt(shard, error.offset, str(error)) from error
 
 
 class TsvFormat(CsvFormat):
@@ -317,25 +317,8 @@ def _check(arrays: Arrays, file_bytes: int) -> None:
         raise ValueError("its lengths are not those of its cells")
 
 
-def _common_names(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[str]:
-    """The names of the columns, which all shards must share.
-
-    Raises:
-        CorruptSample: a shard has others than the first one.
-    """
-    first: list[str] = []
-    owner = ""
-    for shard, scan in zip(shards, inspected, strict=True):
-        names: list[str] = json.loads(scan["names"].tobytes())
-        if first and names and names != first:
-            reason = f"it has the columns {names}, and shard {owner} has {first}"
-            raise CorruptSample(
-                f"shard {shard.name} does not fit: {reason}; serve them as two datasets",
-                {"shard": shard.name, "reason": reason},
-            )
-        if names and not first:
-            first, owner = names, shard.name
-    return first
+def _described(names: Sequence[str]) -> str:
+    return f"the columns {names}"
 
 
 def _present(spec: FieldSpec) -> FieldSpec:

@@ -1,12 +1,14 @@
-"""The fields of a sample, and their places. Pure."""
+"""The fields of a sample, their names and media types, and their places. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from gyre_daemon.errors import ConfigError
 
 # A batch has these tensors besides its fields, and names derived from a field's name with these
 # suffixes. No field may have such a name.
@@ -137,3 +139,99 @@ class Extents:
         return Extents(
             self.shard[some], self.start[some], self.size[some], lengths, absent, indexed, schema
         )
+
+
+_SUFFIXES = (OFFSETS_SUFFIX, PRESENT_SUFFIX, SHAPE_SUFFIX)
+TAKEN = (
+    f"a batch has {SAMPLE_ID}, {MASK} and offsets itself, and names that end with "
+    f"{', '.join(_SUFFIXES)}"
+)
+
+
+def is_servable(name: str) -> bool:
+    """Whether a tensor may have this name."""
+    is_taken = name in (SAMPLE_ID, MASK) or name.endswith(_SUFFIXES)
+    return name != "" and name.isprintable() and not is_taken
+
+
+def renamed(texts: Sequence[str], key: str) -> list[tuple[str, str]]:
+    """For each wanted column the name of its field and its own name, from `NAME` or `FIELD=NAME`.
+
+    Args:
+        texts: as the operator wrote them.
+        key: where; for the error.
+
+    Raises:
+        ConfigError: no batch can have such fields.
+    """
+    parts = [each.partition("=") for each in texts]
+    pairs = [(field, column if sign else field) for field, sign, column in parts]
+    check_names([field for field, _ in pairs], key)
+    return pairs
+
+
+def check_names(names: Sequence[str], key: str) -> None:
+    """Refuse names that no batch can have.
+
+    Raises:
+        ConfigError: with the name.
+    """
+    for name in names:
+        if not is_servable(name):
+            raise ConfigError(
+                f"no field can have the name {name!r:.100}: {TAKEN}; rename it in `{key}`: "
+                "FIELD=COLUMN"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"`{key}` has {name!r:.100} twice")
+
+
+def ragged_fields(lengths: Mapping[str, int], pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The names of the fields whose columns have the length 0.
+
+    Args:
+        lengths: by the names of columns.
+        pairs: names of the fields, and of their columns; empty where both are the same.
+    """
+    ragged = {name for name, length in lengths.items() if not length}
+    served = [field for field, column in pairs if column in ragged]
+    return (*served, *sorted(ragged - {column for _, column in pairs}))
+
+
+MEDIA_TYPES = {
+    "jpg": "image/jpeg",
+    "jpeg": "image/jpeg",
+    "png": "image/png",
+    "webp": "image/webp",
+    "gif": "image/gif",
+    "bmp": "image/bmp",
+    "tif": "image/tiff",
+    "tiff": "image/tiff",
+    "ppm": "image/x-portable-pixmap",
+    "avif": "image/avif",
+    "jp2": "image/jp2",
+    "j2k": "image/j2c",
+    "wav": "audio/wav",
+    "flac": "audio/flac",
+    "mp3": "audio/mpeg",
+    "ogg": "audio/ogg",
+    "opus": "audio/ogg",
+    "m4a": "audio/mp4",
+    "mp4": "video/mp4",
+    "webm": "video/webm",
+    "mkv": "video/x-matroska",
+    "mov": "video/quicktime",
+}
+IMAGES, AUDIO = (
+    tuple(name for name, media_type in MEDIA_TYPES.items() if media_type.startswith(kind))
+    for kind in ("image/", "audio/")
+)
+
+
+def media_type_of(extensions: Iterable[str]) -> str:
+    """The type of files with any of these extensions: `image/jpeg`, `image/*`, or empty."""
+    kinds = {MEDIA_TYPES.get(extension.lower(), "") for extension in extensions}
+    if len(kinds) == 1:
+        return kinds.pop()
+    types = {kind.partition("/")[0] for kind in kinds}
+    return f"{types.pop()}/*" if len(types) == 1 else ""

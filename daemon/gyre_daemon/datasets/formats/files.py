@@ -20,10 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import CodecName, FieldSpec
+from gyre_daemon.datasets.formats.field_spec import (
+    AUDIO,
+    IMAGES,
+    check_names,
+    media_type_of,
+    renamed,
+)
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
-from gyre_daemon.datasets.formats.media import AUDIO, IMAGES, media_type_of
-from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
 

@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, SampleIndex, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.indexes.chunks import (
+from gyre_daemon.datasets.formats.field_spec import check_names, ragged_fields, renamed
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
+    ChunkIndex,
     Column,
     DamagedPart,
     StoredChunk,
@@ -45,7 +46,6 @@ from gyre_daemon.datasets.formats.lines import (
     scan_lines,
     text_column,
 )
-from gyre_daemon.datasets.formats.names import check_names, ragged_fields, renamed
 from gyre_daemon.datasets.formats.schemas import SchemaOptions
 from gyre_daemon.datasets.formats.values import check_json, lone_surrogate, without_surrogates
 from gyre_daemon.datasets.formats.zstd import decompress, recognised

@@ -14,20 +14,20 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, SampleIndex, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.indexes.chunks import (
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, SampleIndex, Scan, corrupt
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
+    ChunkIndex,
     Column,
     StoredChunk,
     check_chunks,
     chunk_arrays,
     num_rows,
 )
-from gyre_daemon.datasets.formats.indexes.stored import check_extents
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_extents
+from gyre_daemon.datasets.formats.schemas import are_compressed
 from gyre_daemon.datasets.formats.values import check_text
 from gyre_daemon.datasets.formats.zstd import decompress, frames, recognised
-from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 
 UTF8_MARK = b"\xef\xbb\xbf"
@@ -218,15 +218,8 @@ class TextFormat:
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
         identity = f"{self._field.name} lines".encode()
-        pairs = zip(shards, inspected, strict=True)
-        compressed = [shard.name for shard, scan in pairs if "rows" in scan]
-        if len(compressed) == len(shards):
+        if are_compressed(shards, ["rows" in scan for scan in inspected]):
             return ChunkIndex(shards, inspected, FramedLines(self._keeps_empty), BLOCK, identity)
-        if compressed:
-            raise ConfigError(
-                f"some shards are compressed with zstd, such as {compressed[0]}, and some are not. "
-                "Compress all of them or none, or name the ones you mean."
-            )
         return SampleTable.of_ranges(self._field, inspected, identity)
 
     def _scan_any(self, shard: str, file: BinaryIO) -> Arrays:
@@ -239,8 +232,7 @@ class TextFormat:
         except ConfigError:
             raise
         except ValueError as error:
-            facts = {"shard": shard, "reason": str(error)}
-            raise CorruptSample(f"shard {shard}: {error}", facts) from error
+            raise corrupt(shard, None, str(error)) from error
 
     def _scan(self, shard: str, file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
         """The places of the lines of an uncompressed file."""
@@ -282,5 +274,4 @@ def _check_first(shard: str, check: Callable[[bytes], None], line: bytes) -> Non
             check(line)
     except ValueError as error:
         reason = f"its first line is not what the format says: {error}"
-        facts = {"shard": shard, "offset": 0, "reason": reason}
-        raise CorruptSample(f"shard {shard}: {reason}", facts) from error
+        raise corrupt(shard, 0, reason) from error

@@ -26,14 +26,23 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     Scan,
     array_of,
+    corrupt,
 )
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.indexes.chunks import Column, StoredChunk, chunk_arrays
-from gyre_daemon.datasets.formats.indexes.stored import check_columns, json_of
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.field_spec import check_names, renamed
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
+    ChunkIndex,
+    Column,
+    StoredChunk,
+    chunk_arrays,
+)
+from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_columns, json_of
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
-from gyre_daemon.datasets.formats.names import check_names, renamed
-from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
+from gyre_daemon.datasets.formats.schemas import (
+    SchemaOptions,
+    are_compressed,
+    common_schema,
+    known_columns,
+)
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
 from gyre_daemon.datasets.formats.zstd import MAX_FRAME_BYTES, decompress, frames, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -164,10 +173,7 @@ class _ShardReader:
 
     def corrupt(self, offset: int, reason: str) -> CorruptSample:
         """The error for a shard that cannot be served."""
-        return CorruptSample(
-            f"shard {self._shard} at byte {offset}: {reason}",
-            {"shard": self._shard, "offset": offset, "reason": reason},
-        )
+        return corrupt(self._shard, offset, reason)
 
 
 def _locate(
@@ -218,8 +224,7 @@ def scan_any(shard: str, file: BinaryIO) -> Arrays:
         except ConfigError:
             raise
         except ValueError as error:
-            facts = {"shard": shard, "reason": str(error)}
-            raise CorruptSample(f"shard {shard}: {error}", facts) from error
+            raise corrupt(shard, None, str(error)) from error
     return {**scan_mds(shard, io.BytesIO(data)), "raw_bytes": np.array([len(data)], np.int64)}
 
 
@@ -231,22 +236,6 @@ def check_any(arrays: Arrays, file_bytes: int) -> None:
             raise ValueError("it has no decompressed size")
         file_bytes = int(raw_bytes[0])
     check_scan(arrays, file_bytes)
-
-
-def any_compressed(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bool:
-    """Whether the shards are compressed.
-
-    Raises:
-        ConfigError: only some are.
-    """
-    pairs = zip(shards, inspected, strict=True)
-    compressed = [shard.name for shard, scan in pairs if "raw_bytes" in scan]
-    if compressed and len(compressed) < len(shards):
-        raise ConfigError(
-            f"some shards are compressed with zstd, such as {compressed[0]}, and some are not. "
-            "Compress all of them or none, or name the ones you mean."
-        )
-    return bool(compressed)
 
 
 def compressed_index(
@@ -380,7 +369,13 @@ class MdsFormat:
 
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """The index of shards that have the same columns."""
-        columns = _common_columns(shards, inspected)
+        declared = [
+            [MdsColumn(*each) for each in json.loads(scan["columns"].tobytes())]
+            if len(scan["size"])
+            else None
+            for scan in inspected
+        ]
+        columns = common_schema(shards, declared, _describe) or []
         names = [column.name for column in columns]
         wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
         check_names([field for field, _ in wanted], "columns")
@@ -394,7 +389,7 @@ class MdsFormat:
             for (field, _), place in zip(wanted, places, strict=bool(columns))
         ]
         identity = json.dumps([(spec.name, spec.codec, spec.dtype.str) for spec in specs]).encode()
-        if any_compressed(shards, inspected):
+        if are_compressed(shards, ["raw_bytes" in scan for scan in inspected]):
             return compressed_index(shards, inspected, specs, places, identity)
         return SampleTable(
             specs,
@@ -403,29 +398,6 @@ class MdsFormat:
             np.concatenate([nothing, *(scan["size"][:, places] for scan in full)]),
             identity=identity,
         )
-
-
-def _common_columns(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[MdsColumn]:
-    """The columns, which all shards with samples must share.
-
-    Raises:
-        CorruptSample: a shard has others than the first one.
-    """
-    first: list[MdsColumn] = []
-    owner = ""
-    for shard, scan in zip(shards, inspected, strict=True):
-        if not len(scan["size"]):
-            continue
-        columns = [MdsColumn(*each) for each in json.loads(scan["columns"].tobytes())]
-        if first and columns != first:
-            reason = f"it has {_describe(columns)}, and shard {owner} has {_describe(first)}"
-            raise CorruptSample(
-                f"shard {shard.name} does not fit: {reason}; serve them as two datasets",
-                {"shard": shard.name, "reason": reason},
-            )
-        if not first:
-            first, owner = columns, shard.name
-    return first
 
 
 def _describe(columns: Sequence[MdsColumn]) -> str:

@@ -24,9 +24,8 @@ from gyre_daemon.datasets.formats.base import (
     ProbeSteps,
     array_of,
 )
-from gyre_daemon.datasets.formats.indexes.stored import json_of
-from gyre_daemon.datasets.formats.indexes.strided import StridedIndex
-from gyre_daemon.datasets.formats.names import check_names
+from gyre_daemon.datasets.formats.field_spec import check_names
+from gyre_daemon.datasets.formats.indexes.table import StridedIndex, json_of
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, SampleIndex, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.indexes.chunks import (
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    DamagedSample,
+    SampleIndex,
+    Scan,
+    corrupt,
+)
+from gyre_daemon.datasets.formats.indexes.chunk_index import (
     MAX_CHUNK_BYTES,
+    ChunkIndex,
     Column,
     StoredChunk,
     check_chunks,
@@ -163,9 +169,9 @@ class RowGroupScan:
         except (CorruptSample, ConfigError):
             raise
         except MemoryError as error:
-            raise _corrupt(shard, f"{where} needs too much memory") from error
+            raise corrupt(shard, None, f"{where} needs too much memory") from error
         except Exception as error:
-            raise _corrupt(shard, f"{where} cannot be read: {error!s:.500}") from error
+            raise corrupt(shard, None, f"{where} cannot be read: {error!s:.500}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +338,3 @@ def _pieces(
         else:
             merged.append((start, stop))
     return merged
-
-
-def _corrupt(shard: str, reason: str) -> CorruptSample:
-    return CorruptSample(f"shard {shard}: {reason}", {"shard": shard, "reason": reason})

@@ -7,16 +7,17 @@ default. See `indexes.union_index` for the index of such a dataset.
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.field_spec import FieldSpec
-from gyre_daemon.datasets.formats.names import ragged_fields, renamed
+from gyre_daemon.datasets.formats.field_spec import FieldSpec, ragged_fields, renamed
 from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.storage.shard import Shard
 
+_T = TypeVar("_T")
 _NUMBERS = ("bytes", "integer", "number", "cast")
 # Of these the stored bytes differ, and the tensors do not.
 _TEXTS = ("text", "quoted")
@@ -139,6 +140,46 @@ def known_columns(
             f"{', '.join(names):.1000}"
         )
     return known
+
+
+def common_schema(
+    shards: Sequence[Shard],
+    schemas: Sequence[_T | None],
+    described: Callable[[_T], str],
+    advice: str = "serve them as two datasets",
+) -> _T | None:
+    """The schema of all shards that have one.
+
+    Raises:
+        CorruptSample: a shard has another than the first one.
+    """
+    first, owner = None, ""
+    for shard, schema in zip(shards, schemas, strict=True):
+        if schema is None or schema == first:
+            continue
+        if first is not None:
+            reason = f"it has {described(schema)}, and shard {owner} has {described(first)}"
+            raise CorruptSample(
+                f"shard {shard.name} does not fit: {reason}; {advice}",
+                {"shard": shard.name, "reason": reason},
+            )
+        first, owner = schema, shard.name
+    return first
+
+
+def are_compressed(shards: Sequence[Shard], flags: Sequence[bool]) -> bool:
+    """Whether the shards are compressed.
+
+    Raises:
+        ConfigError: only some are.
+    """
+    some = [shard.name for shard, flag in zip(shards, flags, strict=True) if flag]
+    if some and len(some) < len(shards):
+        raise ConfigError(
+            f"some shards are compressed, such as {some[0]}, and some are not. Compress all of "
+            "them or none, or serve them as two datasets"
+        )
+    return bool(some)
 
 
 @dataclass(frozen=True, slots=True)

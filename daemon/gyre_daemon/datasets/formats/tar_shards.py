@@ -29,7 +29,7 @@ from typing import Annotated, Any, BinaryIO, NoReturn, Self
 import msgspec
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, CodecName, array_of
+from gyre_daemon.datasets.formats.base import Arrays, CodecName, array_of, corrupt
 from gyre_daemon.datasets.formats.npy import (
     MAX_ARRAY_BYTES,
     MAX_DIMS,
@@ -42,7 +42,6 @@ from gyre_daemon.datasets.formats.values import (
     check_text,
     parse_integer,
 )
-from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _EXTENDED_TYPES = (
@@ -310,14 +309,6 @@ def scan_tar(shard: str, file: BinaryIO) -> Arrays:
             reason = f"it is no sound tar archive: it is compressed; call it {shard}.gz"
         raise corrupt(shard, offset, reason) from error
     return builder.finish()
-
-
-def corrupt(shard: str, offset: int, reason: str, **facts: str) -> CorruptSample:
-    """The error for a shard that cannot be served."""
-    return CorruptSample(
-        f"shard {shard} at byte {offset}: {reason}",
-        {"shard": shard, "offset": offset, "reason": reason, **facts},
-    )
 
 
 def _numbers() -> "array[int]":

@@ -15,9 +15,15 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, Scan, array_of
-from gyre_daemon.datasets.formats.indexes.stored import check_extents
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    DamagedSample,
+    FieldSpec,
+    Scan,
+    array_of,
+    corrupt,
+)
+from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_extents
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -67,11 +73,8 @@ class TfrecordFormat:
         """See `Format.assemble`."""
         index, damaged = self.assemble_tolerantly(shards, inspected)
         for first in damaged[:1]:
-            name, offset, reason = shards[first.shard].name, first.offset, first.reason
-            raise CorruptSample(
-                f"shard {name} at byte {offset}: {reason}; restore the shard",
-                {"shard": name, "offset": offset, "reason": reason},
-            )
+            reason = f"{first.reason}; restore the shard"
+            raise corrupt(shards[first.shard].name, first.offset, reason)
         return index
 
     def assemble_tolerantly(
@@ -102,11 +105,8 @@ def scan_records(shard: str, file: BinaryIO) -> Arrays:
     """
     from google_crc32c import extend, value  # noqa: PLC0415  # only this format needs it
 
-    def corrupt(reason: str) -> CorruptSample:
-        return CorruptSample(
-            f"shard {shard} at byte {offset}: record {len(starts)} {reason}",
-            {"shard": shard, "offset": offset, "reason": reason},
-        )
+    def damage(reason: str) -> CorruptSample:
+        return corrupt(shard, offset, f"record {len(starts)} {reason}")
 
     starts: list[int] = []
     sizes: list[int] = []
@@ -114,16 +114,16 @@ def scan_records(shard: str, file: BinaryIO) -> Arrays:
     offset = 0
     while head := _read(file, _HEAD.size):
         if len(head) < _HEAD.size:
-            raise corrupt("is cut off in its length")
+            raise damage("is cut off in its length")
         size, checksum = _HEAD.unpack(head)
         if checksum != _masked(value(head[:8])):
-            raise corrupt("has a length whose checksum differs; is this a TFRecord file?")
+            raise damage("has a length whose checksum differs; is this a TFRecord file?")
         crc, left = 0, size
         while left and (piece := file.read(min(left, _PIECE_BYTES))):
             crc, left = extend(crc, piece), left - len(piece)
         foot = _read(file, _CHECKSUM.size)
         if left or len(foot) < _CHECKSUM.size:
-            raise corrupt(f"is cut off; its length is {size}")
+            raise damage(f"is cut off; its length is {size}")
         if _CHECKSUM.unpack(foot)[0] != _masked(crc):
             damaged.append(len(starts))
         starts.append(offset + _HEAD.size)

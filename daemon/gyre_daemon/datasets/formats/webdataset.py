@@ -26,15 +26,14 @@ from gyre_daemon.datasets.formats.base import (
     DamagedSample,
     FieldSpec,
     Scan,
+    corrupt,
 )
+from gyre_daemon.datasets.formats.field_spec import TAKEN, is_servable, media_type_of
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
-from gyre_daemon.datasets.formats.media import media_type_of
-from gyre_daemon.datasets.formats.names import TAKEN, is_servable
 from gyre_daemon.datasets.formats.tar_shards import (
     SCAN_VERSION,
     check_scan,
     codec_of,
-    corrupt,
     num_samples,
     scan_tar,
 )

@@ -1,10 +1,13 @@
-"""An index of samples of any size: one row of numbers for each sample.
+"""Indexes of samples that are ranges of shards: of any size, or at regular distances.
 
-Formats whose samples are at regular distances compute their index instead (see `tokens`).
+Also checks of arrays that were stored and may be forged: could an inspection have found them? Pure.
 """
 
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +16,133 @@ from gyre_daemon.datasets.formats.base import (
     Arrays,
     Extents,
     FieldSpec,
+    SampleIndex,
+    array_of,
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
-from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
+from gyre_daemon.order.shuffle.blocks import (
+    BlockTable,
+    BlockTables,
+    blocks_of_equal_samples,
+    blocks_of_unequal_samples,
+)
 from gyre_daemon.order.shuffle.permutation import Int64Array
+
+# Batch sizes whose bounds are kept: a bound takes a pass over all samples, and an open session asks
+# for its own again and again.
+_MAX_KEPT_BOUNDS = 256
+# Samples whose sizes are found at once, to bound the memory that takes.
+_SAMPLES_AT_ONCE = 1 << 20
+
+
+class RaggedBounds:
+    """Bounds by the number of samples; each is found once."""
+
+    def __init__(self, sample_bytes: Callable[[], Int64Array]) -> None:
+        """Look at no sample yet.
+
+        Args:
+            sample_bytes: returns int64 [N], the bytes of all ragged fields of each sample.
+        """
+        self._sample_bytes = sample_bytes
+        self._kept: dict[int, int] = {}
+
+    def largest(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`.
+
+        A sample occurs at most once in each epoch that the positions touch, so the bound takes the
+        largest samples once for each of these epochs.
+        """
+        if num_samples not in self._kept:
+            if len(self._kept) >= _MAX_KEPT_BOUNDS:
+                self._kept.clear()
+            self._kept[num_samples] = self._find(num_samples)
+        return self._kept[num_samples]
+
+    def _find(self, num_samples: int) -> int:
+        sample_bytes = self._sample_bytes()
+        total = len(sample_bytes)
+        num_epochs = num_samples // max(total, 1) + 2
+        num_smaller = total - min(-(-num_samples // num_epochs), total)
+        return num_epochs * int(np.partition(sample_bytes, num_smaller)[num_smaller:].sum())
+
+
+def located_bounds(index: SampleIndex) -> RaggedBounds:
+    """The bounds of an index, found by locating its samples."""
+    return RaggedBounds(functools.partial(_ragged_bytes, index))
+
+
+def _ragged_bytes(index: SampleIndex) -> Int64Array:
+    """Int64 [N], the bytes of all ragged fields of each sample."""
+    ragged = [spec.ragged for spec in stored_fields(index.fields)]
+    total = np.empty(index.num_samples, np.int64)
+    for begin in range(0, len(total), _SAMPLES_AT_ONCE):
+        ids = np.arange(begin, min(begin + _SAMPLES_AT_ONCE, len(total)))
+        total[ids] = index.locate(ids).tensor_bytes[:, ragged].sum(axis=1)
+    return total
+
+
+def check_extents(arrays: Arrays, file_bytes: int) -> None:
+    """Check that `start` and `size` are n ranges of a file, in its order.
+
+    Raises:
+        ValueError: they are not.
+    """
+    check_ranges(
+        array_of(arrays, "start", np.int64), array_of(arrays, "size", np.int64), file_bytes
+    )
+
+
+def check_columns(arrays: Arrays, file_bytes: int, num_columns: int) -> None:
+    """Check that `start` and `size` are n rows of ranges of a file, a column each, in its order.
+
+    Raises:
+        ValueError: they are not.
+    """
+    start, size = (array_of(arrays, name, np.int64, 2) for name in ("start", "size"))
+    if start.shape != size.shape or (len(start) and start.shape[1] != num_columns):
+        raise ValueError("its ranges are not those of its columns")
+    check_ranges(start.ravel(), size.ravel(), file_bytes)
+
+
+def check_ranges(
+    start: npt.NDArray[np.int64], size: npt.NDArray[np.int64], file_bytes: int
+) -> None:
+    """Check that ranges are within a file, one after the other.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if start.shape != size.shape:
+        raise ValueError("it has other numbers of starts and sizes")
+    if not len(start):
+        return
+    is_inside = start.min() >= 0 and size.min() >= 0 and max(start.max(), size.max()) <= file_bytes
+    if (
+        not is_inside
+        or start[-1] + size[-1] > file_bytes
+        or (start[:-1] + size[:-1] > start[1:]).any()
+    ):
+        raise ValueError("its ranges are not in sequence")
+
+
+def json_of(arrays: Arrays, name: str) -> Any:
+    """A small JSON document among the arrays.
+
+    Raises:
+        ValueError: there is no such document.
+    """
+    text = array_of(arrays, name, np.uint8)
+    if len(text) > _MAX_JSON_BYTES:
+        raise ValueError(f"its array `{name}` is too long")
+    try:
+        return json.loads(text.tobytes())
+    except RecursionError as error:
+        raise ValueError(f"its array `{name}` is nested too deeply") from error
+
+
+_MAX_JSON_BYTES = 4 << 20
 
 
 class SampleTable:
@@ -103,3 +227,60 @@ class SampleTable:
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
         return self._digest
+
+
+class StridedIndex:
+    """A `SampleIndex` that computes the place of a sample."""
+
+    def __init__(
+        self,
+        field: FieldSpec,
+        start: Sequence[int],
+        counts: Int64Array,
+        *,
+        stride_bytes: int,
+        identity: bytes,
+    ) -> None:
+        """Describe all shards.
+
+        Args:
+            field: the one field; it is not ragged.
+            start: of each shard, the first byte of its first sample.
+            counts: int64, how many samples each shard has.
+            stride_bytes: from one sample to the next.
+            identity: of the meaning of the bytes; the digest covers it and `start`.
+        """
+        self.fields = (field,)
+        self._sample_bytes = field.element_bytes
+        self._stride_bytes = stride_bytes
+        self._start = np.array(start, np.int64)
+        self._first = np.concatenate(([0], np.cumsum(counts)))
+        self.num_samples = int(self._first[-1])
+        self._identity = identity
+        self._blocks = BlockTables(
+            lambda block_bytes: blocks_of_equal_samples(counts, stride_bytes, block_bytes)
+        )
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        if len(self._first) > 2:
+            shard = np.searchsorted(self._first, sample_ids, side="right") - 1
+            start = (sample_ids - self._first[shard]) * self._stride_bytes + self._start[shard]
+        else:  # a single shard needs no search, which would be most of the time here
+            shard = np.broadcast_to(np.int64(0), len(sample_ids))
+            start = sample_ids * self._stride_bytes + self._start[0]
+        size = np.broadcast_to(np.int64(self._sample_bytes), (len(sample_ids), 1))
+        return Extents(shard, start[:, None], size)
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`; no field is ragged."""
+        return 0
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`; the table takes a few bytes per shard."""
+        return self._blocks.of(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        starts = b" " + self._start.astype("<i8").tobytes() if self._start.any() else b""
+        return self._identity + starts

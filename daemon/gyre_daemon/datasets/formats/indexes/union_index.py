@@ -31,11 +31,12 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds, located_bounds
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
+from gyre_daemon.datasets.formats.indexes.table import RaggedBounds, located_bounds
 from gyre_daemon.datasets.formats.schemas import (
     Schema,
     SchemaOptions,
+    are_compressed,
     default_bytes,
     union_field,
 )
@@ -129,13 +130,10 @@ def assemble_union(
         parts.append(Part(index, its, np.array([num_samples(scan) for scan in scans], np.int64)))
     if not parts:
         return assemble(shards, inspected)
-    are_chunked = [chunks_of(part.index) is not None for part in parts]
-    if any(are_chunked) != all(are_chunked):
-        compressed = parts[are_chunked.index(True)].shards[0]
-        raise ConfigError(
-            f"some shards are compressed, such as {shards[compressed].name}, and some are not; "
-            "serve them as two datasets"
-        )
+    are_compressed(
+        [shards[part.shards[0]] for part in parts],
+        [chunks_of(part.index) is not None for part in parts],
+    )
     stored, indexed = _fields_of(shards, parts, order, options.defaults)
     found = [_in_parts(spec, parts, options.defaults) for spec in indexed]
     return UnionIndex(parts, stored, found, _digest(parts, stored, found), len(shards))
