@@ -24,7 +24,7 @@ NAMED = re.compile(
 COMMAND = re.compile(r"python -m (benchmarks(?:\.\w+)*)")
 LOADS = re.compile(r"\btorch\.load\((?:[^()]|\([^()]*\))*\)|\bpickle\.loads?\(|\bjoblib\.load\(")
 # The daemon's messages to its own processes, and to its tasks on a Ray cluster.
-OWN_PIPES = ("scans/server.py", "runtime/plug_ins.py")
+OWN_PIPES = ("datasets/shard_worker.py", "runtime/plug_ins.py")
 
 
 def main() -> int:

@@ -27,10 +27,10 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import check_folders
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.config.machine_memory import memory_limit_bytes
-from gyre_daemon.datasets.catalog.catalog import Catalog
-from gyre_daemon.datasets.checks.samples import CorruptReports
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.fetching.measuring.lengths import Measurer

@@ -23,9 +23,9 @@ from gyre_daemon.datasets.formats.tokens import (
 )
 from gyre_daemon.datasets.formats.values import check_json, check_text, parse_integer
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
-from gyre_daemon.datasets.indexing.gunzip import gunzipped
+from gyre_daemon.datasets.indexing.unpacked import gunzipped
 from gyre_daemon.datasets.known_formats import make_format
-from gyre_daemon.datasets.sidecars.file import decode, encode
+from gyre_daemon.datasets.sidecars import decode, encode
 from gyre_daemon.errors import CorruptSample, CursorRejected, GyreError
 from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.service import requests

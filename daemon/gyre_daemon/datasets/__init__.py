@@ -1,9 +1,9 @@
 """Datasets: their formats, where each of their samples is, and the cost of reading in an order.
 
 In: the shards of a storage and the operator's configuration. Out: a `Dataset`, whose index maps
-sample ids to byte ranges. `catalog` keeps the open datasets, `indexing` opens them, `scans` has
-their shards scanned, `sidecars` keeps what that found, and `formats` is pure. `codecs` checks and
-decodes stored bytes, and `chunks` what must be decoded whole. `checks` finds corrupt samples, and
-limits and reports those that others replace. This package imports `order` and `storage`;
-`fetching`, `sessions`, `service` and `server` import it.
+sample ids to byte ranges. `catalog` keeps the open datasets, `indexing` opens them, `scanning` has
+`shard_worker` scan their shards in processes, `sidecars` keeps the findings, and `formats` is pure.
+`codecs` checks and decodes stored bytes, and `decoded` chunks, which are decoded whole. `checks`
+finds corrupt samples, and limits and reports those that others replace. This package imports
+`order` and `storage`; `fetching`, `sessions`, `service` and `server` import it.
 """

@@ -65,7 +65,7 @@ def first_unknown_id(spec: FieldSpec, destination: memoryview) -> int | None:
         spec: a field of the codec `ids`.
         destination: the bytes of several samples, back to back.
     """
-    # read as unsigned numbers, negative ids lie beyond every vocabulary
+    # read as unsigned numbers, negative ids are beyond every vocabulary
     ids = np.frombuffer(destination, f"<u{spec.dtype.itemsize}")
     if not len(ids) or ids.max() < spec.vocabulary:
         return None

@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from gyre_daemon.errors import Overloaded
 
 _Progress = TypeVar("_Progress")
 
-# What a client may take of after the work is done: this many seconds, and one more for each so many
-# messages. A client that reads needs a tenth of it. With no end, a client that stopped would keep
-# the progress of each of its calls in memory.
+# How long a client may take messages after the work is done: this many seconds, and one more for
+# each 10,000 messages. A client that reads needs a tenth of it. With no end, a client that stopped
+# would keep the progress of each of its calls in memory.
 _TAKEN_WITHIN_S, _MESSAGES_PER_S = 60.0, 10_000
 
 
@@ -32,66 +32,44 @@ async def unheld(
         Overloaded: the client did not take it within that time.
         Exception: the source's own, behind all that it yielded.
     """
-    untold = _Untold(source, taken_within_s)
-    try:
-        while True:
-            while untold.waiting:
-                yield untold.waiting.popleft()
-            if untold.is_late:
-                raise Overloaded(
-                    "the client did not read the progress of its call, which is over; call again"
-                )
-            if untold.running.done():
-                await untold.running
-                return
-            await untold.news()
-    finally:
-        await untold.end()
+    waiting: deque[_Progress] = deque()
+    news, is_late = asyncio.Event(), False
+    timers: list[asyncio.TimerHandle] = []
 
-
-class _Untold(Generic[_Progress]):
-    """The items of a source that the client was not told.
-
-    Attributes:
-        waiting: in its order.
-        is_late: whether some of it was dropped.
-        running: ends with the source.
-    """
-
-    def __init__(self, source: AsyncGenerator[_Progress, None], taken_within_s: float) -> None:
-        self.waiting: deque[_Progress] = deque()
-        self.is_late = False
-        self._source, self._taken_within_s = source, taken_within_s
-        self._news = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        self.running = asyncio.create_task(self._run())
-        self.running.add_done_callback(self._has_ended)
-
-    async def news(self) -> None:
-        """Wait until the source yields or ends."""
-        self._news.clear()
-        await self._news.wait()
-
-    async def end(self) -> None:
-        """End the source, if it has not ended."""
-        self.running.cancel()
-        await asyncio.wait([self.running])
-        if self._timer:
-            self._timer.cancel()
-        if not self.running.cancelled():
-            self.running.exception()  # who reads on got it
-
-    async def _run(self) -> None:
-        async with contextlib.aclosing(self._source) as source:
+    async def run() -> None:
+        async with contextlib.aclosing(source):
             async for progress in source:
-                self.waiting.append(progress)
-                self._news.set()
+                waiting.append(progress)
+                news.set()
 
-    def _has_ended(self, _: asyncio.Task[None]) -> None:
-        left_s = self._taken_within_s + len(self.waiting) / _MESSAGES_PER_S
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._drop)
-        self._news.set()
+    def ended(_: asyncio.Task[None]) -> None:
+        left_s = taken_within_s + len(waiting) / _MESSAGES_PER_S
+        timers.append(asyncio.get_running_loop().call_later(left_s, drop))
+        news.set()
 
-    def _drop(self) -> None:
-        self.is_late = bool(self.waiting)
-        self.waiting.clear()
+    def drop() -> None:
+        nonlocal is_late
+        is_late = bool(waiting)
+        waiting.clear()
+
+    running = asyncio.create_task(run())
+    running.add_done_callback(ended)
+    try:
+        while waiting or not running.done():
+            if waiting:
+                yield waiting.popleft()
+            else:
+                news.clear()
+                await news.wait()
+        if is_late:
+            raise Overloaded(
+                "the client did not read the progress of its call, which is over; call again"
+            )
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        for timer in timers:
+            timer.cancel()
+        if not running.cancelled():
+            running.exception()  # who reads on got it

@@ -8,10 +8,12 @@ together, at the first turn of the jobs that wait for any of them.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +36,16 @@ from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.local.gather import memory_at
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.kept import RECORD_BLOCKS, Held, RecordIndex
+from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
+from gyre_daemon.transforms.kept import (
+    RECORD_BLOCKS,
+    Held,
+    KeptDataset,
+    RecordIndex,
+    as_records,
+    kept_as,
+    record_shard,
+)
 from gyre_daemon.transforms.transform import Cost
 
 _Record = npt.NDArray[np.uint8]
@@ -43,6 +53,7 @@ _Record = npt.NDArray[np.uint8]
 _FILLED_AT_ONCE_BYTES = 4 << 20
 # Samples that are transformed together: as many as a worker is given at once.
 _MAX_TOGETHER: dict[Cost, int] = {"light": 512, "heavy": 16, "slow": 1}
+Tables = Sequence[Mapping[str, Any]]
 
 
 class CachedRecords(CachedStorage):
@@ -267,3 +278,66 @@ def pieces_of(reads: Reads, starts: Int64Array) -> Reads:
     target = reads.target[of] + (begin - reads.start[of]).astype(np.uint64)
     pieces = replace(reads.part(of), start=begin, size=end - begin, target=target, sample=record)
     return pieces.nonempty()
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One source that was made: its dataset, how, and the result."""
+
+    stored: Dataset
+    transformed: Made
+    made: KeptDataset
+
+
+class MadeSources:
+    """Makes each source once, and again when its dataset or its transforms are others."""
+
+    def __init__(self, transforms: Transforms, threads: FairExecutor) -> None:
+        """Make nothing yet.
+
+        Args:
+            transforms: of the daemon.
+            threads: the daemon's.
+        """
+        self._transforms, self._threads = transforms, threads
+        self._made: dict[str, _Made] = {}
+
+    def of(self, name: str, dataset: Made, height: int) -> KeptDataset:
+        """The results of a dataset's transforms, as a dataset of records.
+
+        Args:
+            name: of the source.
+            dataset: transformed, and measured where that makes fields of different lengths.
+            height: how many mixtures lie below the source, one in another.
+        """
+        last = self._made.get(name)
+        if last and _is_same(last, dataset):
+            return last.made
+        made = dataset if isinstance(dataset, KeptDataset) else self._make(dataset, height)
+        both = f"{dataset.fingerprint} {dataset.transforms}".encode()
+        fingerprint = hashlib.blake2b(both, digest_size=16, person=b"gyre.made").hexdigest()
+        shards = made.storage.shards
+        made = replace(made, shards=shards, fingerprint=fingerprint, transforms="", made=())
+        self._made[name] = _Made(dataset.stored, dataset, made)
+        return made
+
+    def _make(self, dataset: TransformedDataset, height: int) -> KeptDataset:
+        passed = dataset.fields[len(dataset.made) :]
+        prefix = self._transforms.for_records(dataset.sized_fully(), height)
+        prefix = replace(prefix, chosen=as_records(dataset.made, passed))
+        index = RecordIndex(dataset.source, prefix.fields, prefix.measured)
+        shard = record_shard(index, dataset.source, dataset.recipe)
+        storage = MadeStorage(prefix, index, shard, self._threads)
+        made = kept_as(dataset.source, prefix, index, storage)
+        return replace(made, drawing=(*dataset.drawing, *dataset.random))
+
+
+def _is_same(last: _Made, dataset: Made) -> bool:
+    before = last.transformed
+    if isinstance(before, KeptDataset) or isinstance(dataset, KeptDataset):
+        return before is dataset
+    return (
+        last.stored is dataset.stored
+        and (before.recipe, before.transforms) == (dataset.recipe, dataset.transforms)
+        and before.fingerprint == dataset.fingerprint
+    )

@@ -10,11 +10,11 @@ import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client.samples import Sample
 
-from gyre_daemon.datasets.catalog.linting import FindingKind, LintProgress
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.fields import LengthHistogram
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.lengths import LengthHistogram
+from gyre_daemon.datasets.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.measuring.lengths import Measuring

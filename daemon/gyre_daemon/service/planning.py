@@ -11,9 +11,9 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
-from gyre_daemon.datasets.catalog.catalog import Catalog
-from gyre_daemon.datasets.catalog.located import Source, located
+from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.located import Source, located
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import PackedRows, rows_of
 from gyre_daemon.order.balance import CostRule

@@ -16,7 +16,7 @@ from gyre_protos.text import counted
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import MAX_PREFETCH_BATCHES, DatasetConfig
-from gyre_daemon.datasets.catalog.catalog import Catalog
+from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.errors import CursorRejected, InvalidRequest

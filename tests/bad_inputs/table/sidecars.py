@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from gyre_daemon.datasets.sidecars import file as sidecar_file
+from gyre_daemon.datasets import sidecars as sidecar_file
 
 from tests.bad_inputs.row import Row
 

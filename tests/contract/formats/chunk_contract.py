@@ -8,9 +8,8 @@ from typing import cast
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
-from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.dataset import block_ranges
+from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
 from gyre_daemon.datasets.formats.indexes.chunk_index import (

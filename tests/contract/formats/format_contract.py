@@ -23,7 +23,7 @@ from gyre_daemon.datasets.formats.base import (
     stored_fields,
 )
 from gyre_daemon.datasets.known_formats import make_format
-from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.fetching.layout import max_batch_bytes
 from gyre_daemon.storage.patterns import patterns_of

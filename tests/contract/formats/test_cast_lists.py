@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from gyre_daemon.datasets.codecs import check_field
 from gyre_daemon.datasets.fields import chosen_fields
-from gyre_daemon.datasets.filtering.index import apply_filter
+from gyre_daemon.datasets.filters import apply_filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.indexes.union_index import with_fields

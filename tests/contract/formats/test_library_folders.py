@@ -14,7 +14,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats.tokens import read_head
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
-from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.listed import Manifest
-from gyre_daemon.datasets.scans.manifests import ManifestReader
-from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.indexing.listing import ManifestReader
+from gyre_daemon.datasets.scanning import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor

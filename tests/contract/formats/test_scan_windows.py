@@ -6,7 +6,7 @@ import tarfile
 
 import numpy as np
 from gyre_daemon.datasets.formats.tar_shards import scan_tar
-from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scanning import ScanProcesses
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 # Bytes of the members of a shard, and the share of it that is read at most.

@@ -13,10 +13,9 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.listed import ListedFormat, ManifestColumn
-from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.known_formats import make_format
-from gyre_daemon.datasets.scans.manifests import ManifestReader
-from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scanning import ScanProcesses
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,

@@ -8,9 +8,8 @@ import zlib
 from pathlib import Path
 
 import pytest
-from gyre_daemon.datasets.indexing import gunzip
-from gyre_daemon.datasets.indexing.gunzip import gunzipped
-from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, UnpackedShards
+from gyre_daemon.datasets.indexing import unpacked
+from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, UnpackedShards, gunzipped
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
@@ -36,8 +35,8 @@ def test_unpacked_bytes_are_those_that_were_compressed(
     """In pieces of any size, of one member or of several, with or without zeros behind them."""
     packed = b"".join(gzip.compress(member) for member in members)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gunzip, "_READ_BYTES", read_bytes)
-        patch.setattr(gunzip, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(unpacked, "_READ_BYTES", read_bytes)
+        patch.setattr(unpacked, "_PIECE_BYTES", piece_bytes)
         pieces = list(gunzipped(io.BytesIO(packed)))
         assert b"".join(pieces) == b"".join(members)
         assert all(len(piece) <= piece_bytes for piece in pieces)
@@ -56,7 +55,7 @@ def test_truncation_and_damage_are_errors(data: bytes, draw: st.DataObject) -> N
 
 
 def test_a_bomb_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gunzip, "_ALWAYS_ALLOWED_BYTES", 1 << 20)
+    monkeypatch.setattr(unpacked, "_ALWAYS_ALLOWED_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="unpacks to more than 500 times its size"):
         unpack(gzip.compress(bytes(64 << 20)))
     assert len(unpack(gzip.compress(bytes(1 << 20)))) == 1 << 20

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
-from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.datasets.indexing.changes import ChecksumStore
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
-from gyre_daemon.datasets.chunks.decoders import Decoders
+from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats import lines
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage

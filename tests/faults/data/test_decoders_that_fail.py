@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
-from gyre_daemon.datasets.chunks.decoders import Decoders
+from gyre_daemon.datasets import shard_worker
+from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.indexes.chunk_index import (
     ChunkIndex,
@@ -21,7 +21,6 @@ from gyre_daemon.datasets.formats.indexes.chunk_index import (
     StoredChunk,
     chunk_arrays,
 )
-from gyre_daemon.datasets.scans import server
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
@@ -56,7 +55,7 @@ class Decoder:
         if order == ord("m"):
             raise MemoryError
         if order == ord("g"):
-            setattr(server, "encode", lambda *_: b"no reply")  # noqa: B010  # from the next chunk on
+            setattr(shard_worker, "encode", lambda *_: b"no reply")  # noqa: B010  # from the next chunk on
         if order == ord("l"):
             data = data[1:]
         return [Column(np.frombuffer(data, np.uint8))]

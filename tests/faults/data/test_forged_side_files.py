@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_client import Loader
-from gyre_daemon.datasets.sidecars.file import decode, encode
-from gyre_daemon.datasets.sidecars.store import SUFFIX
+from gyre_daemon.datasets.sidecars import SUFFIX, decode, encode
 
 from tests.conftest import Daemon, StartDaemon
 from tests.forged_indexes import FORGED, TAR

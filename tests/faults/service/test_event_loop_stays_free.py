@@ -266,7 +266,7 @@ def test_a_sample_of_millions_of_values_becomes_no_objects() -> None:
 
 def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
     from gyre_daemon.datasets.formats.tar_shards import scan_tar
-    from gyre_daemon.datasets.scans.processes import ScanProcesses
+    from gyre_daemon.datasets.scanning import ScanProcesses
     from gyre_daemon.errors import CorruptSample, StorageUnavailable
     from gyre_daemon.workers.compute_workers import ComputeServer
 

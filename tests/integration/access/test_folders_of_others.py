@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards, _file_name
-from gyre_daemon.datasets.sidecars.store import SUFFIX, SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import SUFFIX, SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.listen import SocketClaim, UnixAddress
 from gyre_daemon.runtime.ownership import NotOurs, check_folder, make_folder, open_ours

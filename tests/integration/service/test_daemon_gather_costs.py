@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog.catalog import Catalog
-from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.monitoring.metrics import Metrics

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog.catalog import Catalog
-from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts
 from gyre_daemon.runtime.threads import FairExecutor, Flow

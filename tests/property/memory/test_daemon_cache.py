@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.sidecars.store import SUFFIX, SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import SUFFIX, SidecarKey, SidecarStore
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.storage.beneath import LocalFile
 from hypothesis import HealthCheck, given, settings

@@ -12,9 +12,9 @@ from gyre_client.display.histograms import as_svg, as_text
 from gyre_client.display.media import media_type, thumbnail
 from gyre_client.display.samples import Value
 from gyre_client.display.values import words_of
+from gyre_daemon.datasets.fields import length_histograms
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
-from gyre_daemon.datasets.lengths import length_histograms
 from gyre_protos.v1 import loader_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st

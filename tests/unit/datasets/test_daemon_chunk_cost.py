@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.chunks.cost import estimate_all
-from gyre_daemon.datasets.cost import CostQuery, CostReport, StoragePrices
+from gyre_daemon.datasets.cost import CostQuery, CostReport, StoragePrices, estimate_all
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex, chunk_arrays
 from gyre_daemon.order.mixture import planner_for

@@ -9,14 +9,14 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 from gyre_daemon.config import parse_dataset
-from gyre_daemon.datasets.checks.damage import Damage, ShardFields, from_arrays, to_arrays
-from gyre_daemon.datasets.checks.samples import (
+from gyre_daemon.datasets.checks import (
     MAX_LINES,
     CorruptRecord,
     CorruptReports,
     check_limit,
 )
 from gyre_daemon.datasets.formats.base import FieldSpec
+from gyre_daemon.datasets.shard_worker import Damage, ShardFields, from_arrays, to_arrays
 from gyre_daemon.errors import ConfigError, CorruptSample
 
 from tests.unseekable import Unseekable

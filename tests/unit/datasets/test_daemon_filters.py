@@ -4,9 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.filtering.expression import Filter
-from gyre_daemon.datasets.filtering.index import Filtered, apply_filter, numbered
-from gyre_daemon.datasets.filtering.late import asked_of
+from gyre_daemon.datasets.filters import Filter, Filtered, apply_filter, asked_of, numbered
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.errors import ConfigError

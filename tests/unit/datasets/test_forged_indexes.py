@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.datasets.indexing.changes import RECORD_SUFFIX, load_previous
-from gyre_daemon.datasets.sidecars.file import Arrays, decode, encode
-from gyre_daemon.datasets.sidecars.store import SUFFIX, SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import SUFFIX, Arrays, SidecarKey, SidecarStore, decode, encode
 from gyre_daemon.errors import GyreError
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given, settings

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.sidecars.file import Arrays
-from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarOf, SidecarStore
+from gyre_daemon.datasets.sidecars import Arrays, SidecarKey, SidecarOf, SidecarStore
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.mounts import Mount, Mounts
 
@@ -53,5 +52,5 @@ def test_sidecars_are_loaded_together_as_one_by_one(
         assert shown == [(0, True), (1, True), (2, False), None, (4, True), None]
         assert shown == [each and (int(each[0]["number"][0]), each[1]) for each in alone]
 
-    monkeypatch.setattr("gyre_daemon.datasets.sidecars.store.MOUNTS", Mounts())
+    monkeypatch.setattr("gyre_daemon.datasets.sidecars.MOUNTS", Mounts())
     asyncio.run(load())

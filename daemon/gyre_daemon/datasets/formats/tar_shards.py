@@ -510,7 +510,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     unsound: dict[str, tuple[_Count, str]]
 
 
-_META = msgspec.json.Decoder(_Meta)  # made by one thread; see `sidecars.file`
+_META = msgspec.json.Decoder(_Meta)  # made by one thread; see `sidecars`
 
 
 def check_scan(scan: Arrays, file_bytes: int) -> None:

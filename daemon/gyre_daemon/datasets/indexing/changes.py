@@ -1,5 +1,6 @@
 """Compares the shards of a dataset with those of its last index."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,23 +11,26 @@ import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats.base import Arrays, array_of
-from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
-from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
+from gyre_daemon.datasets.formats.base import array_of
+from gyre_daemon.datasets.sidecars import Arrays, Check, SidecarKey, SidecarStore
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.checksums import Checksums
+from gyre_daemon.storage.checksums import CHECKSUM_BYTES, Checksums, ShardChecksums, num_blocks
+from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
 
 # indexed: it is new. kept: it is what it was. restored: its times moved, but its bytes are what
 # they were. changed: it has other bytes, or may have, because no checksums of the earlier ones
 # exist.
 Change = Literal["indexed", "kept", "restored", "changed"]
-
 RECORD_SUFFIX = ".gyre-dataset"  # of the sidecar of a dataset as a whole
 _MAX_FINGERPRINT_BYTES = 64
 # Shards of a dataset that is remembered: reading the names of more would hold up the event loop.
 _MAX_REMEMBERED = 10_000
 _MAX_NAMED = 3  # of the shards that differ in one way
+CHECKSUMS_SUFFIX = ".gyre-checksums"
+_CHECKSUMS_KIND = "checksums/1"
+_CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,90 @@ class PreviousIndex:
     shards: Mapping[str, Shard]
     checksums: Mapping[str, Checksums]
     fingerprint: str
+
+
+class ChecksumStore:
+    """The checksums of all datasets of a daemon, in its index folder."""
+
+    def __init__(self, sidecars: SidecarStore) -> None:
+        """Read nothing yet.
+
+        Args:
+            sidecars: any kind; checksums are stored in the same folders, never next to a shard.
+        """
+        self._sidecars = sidecars.sibling(CHECKSUMS_SUFFIX)
+
+    def serve(self, location: str, shards: ShardChecksums) -> None:
+        """Have the stored checksums of a shard loaded when a read needs them, in any thread."""
+        loop = asyncio.get_running_loop()
+
+        async def load(shard: int) -> Checksums | None:
+            check = _check_of(shards, shard)
+            arrays = await self._sidecars.load(_checksums_key(location, shards, shard), None, check)
+            return None if arrays is None else arrays[_CHECKSUMS]
+
+        def load_in_thread(shard: int) -> Checksums | None:
+            return asyncio.run_coroutine_threadsafe(load(shard), loop).result()
+
+        shards.load = load_in_thread
+
+    async def take(
+        self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
+    ) -> Checksums | None:
+        """Take and store the checksums of one shard now.
+
+        None if it has changed since it was listed, or `stopped` was set meanwhile.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+            Overloaded: they cannot be stored.
+        """
+        try:
+            checksums = await MOUNTS.run(shards.folder(shard), shards.take, shard, stopped)
+        except OSError as error:
+            raise file_error(shards.listed[shard].name, error) from error
+        if checksums is not None:
+            await self._save(location, shards, shard, checksums)
+        return checksums
+
+    async def keep(
+        self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
+    ) -> None:
+        """Store the checksums of one shard for later daemons; take them if there are none.
+
+        Nothing is stored if `stopped` is set before all are taken.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+            Overloaded: they cannot be stored.
+        """
+        stored = await self.stored(location, shards, shard)
+        if stored and stored[1]:
+            shards.add(shard, stored[0])
+        elif shard in shards.known:
+            await self._save(location, shards, shard, shards.known[shard])
+        else:
+            await self.take(location, shards, shard, stopped)
+
+    async def stored(
+        self, location: str, shards: ShardChecksums, shard: int
+    ) -> tuple[Checksums, bool] | None:
+        """The checksums last stored for a shard, and whether it was then as it is listed now.
+
+        None if there are none.
+        """
+        found = await self._sidecars.load_latest(
+            _checksums_key(location, shards, shard), None, _check_of(shards, shard)
+        )
+        if found is None or _CHECKSUMS not in found[0]:
+            return None
+        return found[0][_CHECKSUMS], found[1]
+
+    async def _save(
+        self, location: str, shards: ShardChecksums, shard: int, checksums: Checksums
+    ) -> None:
+        key = _checksums_key(location, shards, shard)
+        await self._sidecars.save(key, None, {_CHECKSUMS: checksums})
 
 
 async def load_previous(
@@ -206,3 +294,20 @@ class ShardChanges:
             return "changed" if then or was_indexed else "indexed"
         now = await self._checksums.take(self._location, checksums, shard, stopped)
         return "restored" if now is not None and np.array_equal(now, known) else "changed"
+
+
+def _check_of(shards: ShardChecksums, shard: int) -> Check:
+    """Refuses arrays that are no checksums of a shard of this size."""
+
+    def check(arrays: Arrays) -> None:
+        checksums = arrays.get(_CHECKSUMS)
+        expected = num_blocks(shards.listed[shard].size_bytes), CHECKSUM_BYTES
+        if checksums is None or checksums.dtype != np.uint8 or checksums.shape != expected:
+            raise ValueError("it has no checksums of this shard")
+
+    return check
+
+
+def _checksums_key(location: str, shards: ShardChecksums, shard: int) -> SidecarKey:
+    listed = shards.listed[shard]
+    return SidecarKey(location, listed.name, listed.size_bytes, listed.version, _CHECKSUMS_KIND)

@@ -4,6 +4,8 @@ The shards are listed, unpacked if they are compressed, inspected as their forma
 assembled to one index.
 """
 
+import contextlib
+import logging
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -11,42 +13,46 @@ from functools import partial
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.checks.samples import CorruptReports, SampleChecker
-from gyre_daemon.datasets.chunks.decoded import DecodingRoom
-from gyre_daemon.datasets.chunks.decoders import Decoders
+from gyre_daemon.datasets.checks import (
+    CorruptRecord,
+    CorruptReports,
+    DecodedShards,
+    SampleChecker,
+    check_limit,
+)
 from gyre_daemon.datasets.dataset import (
     Dataset,
     Prefix,
+    block_ranges,
     fingerprint,
     fingerprint_ranges,
     sample_ranges,
 )
+from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.fields import chosen_fields, with_lengths
-from gyre_daemon.datasets.filtering.index import apply_filter, numbered
-from gyre_daemon.datasets.filtering.late import asked_of
-from gyre_daemon.datasets.formats import Format, ListedFormat, SampleIndex, shown_format
+from gyre_daemon.datasets.filters import apply_filter, asked_of, numbered
+from gyre_daemon.datasets.formats import FieldSpec, Format, ListedFormat, SampleIndex, shown_format
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.indexes.union_index import (
     IndexedField,
     with_fields,
     with_folders,
 )
-from gyre_daemon.datasets.indexing.caching import behind_cache
-from gyre_daemon.datasets.indexing.changes import PreviousIndex
-from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
-from gyre_daemon.datasets.indexing.corrupt import CorruptFinder
-from gyre_daemon.datasets.indexing.discovery.format_search import FoundFormat, find_format
-from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
-from gyre_daemon.datasets.indexing.discovery.partitions import (
+from gyre_daemon.datasets.indexing.changes import ChecksumStore, PreviousIndex
+from gyre_daemon.datasets.indexing.format_search import FoundFormat, find_format
+from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
+from gyre_daemon.datasets.indexing.partitions import (
     Nested,
     find_nested,
     open_partitions,
     partitions_of,
 )
-from gyre_daemon.datasets.indexing.discovery.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.probing import ProbeRunner
+from gyre_daemon.datasets.indexing.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.shards import (
     IndexedShard,
     OpeningDataset,
@@ -60,15 +66,16 @@ from gyre_daemon.datasets.indexing.unpacked import (
     unpacked_name,
 )
 from gyre_daemon.datasets.known_formats import FORMATS, make_format
-from gyre_daemon.datasets.scans.manifests import ManifestReader
-from gyre_daemon.datasets.scans.processes import ScanProcesses
-from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.datasets.scanning import ScanProcesses
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.location import Location, parse_location
@@ -76,7 +83,11 @@ from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.opening.shard_files import read_ranges
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.unions import ConcatenatedFiles
 from gyre_daemon.workers.compute_workers import ComputeServer
+
+# Of more local files, blocks of the cache have several: each block takes 80 bytes for good.
+_MAX_BY_SAMPLE = 1 << 22
 
 
 class Indexer:
@@ -381,3 +392,117 @@ class Indexer:
                 files.append(cast("LocalFile", opening.source.local_file(number)))
                 shards.append(listed)
         return self._opener.local(files, shards, opening.unpacked)
+
+
+def behind_cache(
+    opening: OpeningDataset,
+    storage: Storage,
+    index: SampleIndex,
+    node_cache: NodeCache | None,
+    decoding: DecodingRoom,
+) -> Storage:
+    """The storage, behind the node's cache, which local files pass by while their mount is fast.
+
+    For samples in chunks, that of decoded shards, whose blocks are the chunks.
+    """
+    cache = node_cache if opening.config.cache else None
+    if chunks := chunks_of(index):
+        decoded = DecodedStorage(storage, chunks, index.digest(), decoding)
+        if cache is None:
+            return decoded
+        size = int(chunks.chunk_bytes.max())
+        identity = f"{opening.identity} decoded"
+        return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
+    if cache is None:
+        return storage
+
+    def block_map(block_bytes: int) -> BlockMap:
+        table = index.blocks(block_bytes)
+        ranges = block_ranges(index, table, np.arange(table.num_blocks))
+        return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
+
+    is_folder = isinstance(storage, ConcatenatedFiles) and storage.table.stamps is not None
+    return CachedStorage(
+        storage,
+        opening.identity,
+        cache,
+        block_map,
+        by_sample=is_folder and index.num_samples <= _MAX_BY_SAMPLE,
+        passes_local=True,
+    )
+
+
+class CorruptFinder:
+    """Finds the samples that others replace, for all datasets of a daemon."""
+
+    def __init__(
+        self,
+        checker: SampleChecker,
+        decoding: DecodingRoom,
+        reports: CorruptReports | None,
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            checker: checks samples.
+            decoding: decodes them.
+            reports: names the findings; None if the daemon has no folder for it.
+        """
+        self._checker, self._decoding, self._reports = checker, decoding, reports
+
+    async def find(
+        self,
+        opening: OpeningDataset,
+        served: Storage,
+        index: SampleIndex,
+        fields: Sequence[FieldSpec],
+        damaged: Sequence[DamagedSample],
+    ) -> npt.NDArray[np.int64]:
+        """The ids of all corrupt samples, in rising order; they are reported.
+
+        A chunk that cannot be decoded makes all of its samples corrupt.
+
+        Args:
+            opening: the dataset.
+            served: its shards, uncompressed.
+            index: its samples.
+            fields: its fields, renamed and cast.
+            damaged: those that are known to be corrupt.
+
+        Raises:
+            CorruptSample: they are more than `max_corrupt`, or a shard cannot be checked.
+        """
+        if self._reports is None:
+            raise ConfigError(
+                f"dataset `{opening.name}` replaces corrupt samples, and this daemon has no folder "
+                "for their report"
+            )
+        decoded: DecodedShards | None = None
+        if chunks := chunks_of(index):
+            storage = DecodedStorage(served, chunks, index.digest(), self._decoding)
+            decoded = DecodedShards(storage, chunks, index)
+        corrupt = [
+            CorruptRecord(
+                *served.shards[each.shard].place_of(each.offset), each.sample, each.reason
+            )
+            for each in damaged
+        ]
+        known = np.array([each.sample for each in damaged], np.int64)
+        checking = self._checker.run(
+            opening.location, decoded or served, index, known, fields, refresh=False
+        )
+        async with contextlib.aclosing(checking) as checked:
+            async for shard in checked:
+                if shard.failure:
+                    raise shard.failure
+                listed = served.shards[shard.number]
+                for damage in shard.damages:
+                    sample, place = shard.first_sample + damage.sample, damage.offset
+                    corrupt.append(CorruptRecord(*listed.place_of(place), sample, damage.reason))
+        corrupt.sort(key=lambda each: each.sample_id)
+        path = await self._reports.write(opening.name, opening.identity, corrupt)
+        if corrupt:
+            facts = {"dataset": opening.name, "samples": len(corrupt), "report": path}
+            log_event("corrupt samples found", facts, logging.WARNING)
+        check_limit(opening.name, corrupt, index.num_samples, opening.config.max_corrupt)
+        return np.array([each.sample_id for each in corrupt], np.int64)

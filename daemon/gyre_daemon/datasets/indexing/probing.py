@@ -17,7 +17,7 @@ from gyre_daemon.datasets.formats.base import (
     ProbeResponse,
     ProbeSteps,
 )
-from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ShardMissing
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage

@@ -1,6 +1,6 @@
 """Indexes the shards of one dataset: unpacks, scans and compares each, as far as that is needed.
 
-Several are worked on at once. Scans run in other processes, see `scanner`; what waits for files or
+Several are worked on at once. Scans run in other processes, see `scanning`; what waits for files or
 the disk runs in threads. All of it ends soon after the last caller has left.
 """
 
@@ -8,21 +8,20 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.formats.indexes.union_index import IndexedField
-from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
-from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
-from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
-from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
-from gyre_daemon.datasets.scans.processes import ScanProcesses
-from gyre_daemon.datasets.scans.scanner import Scanner
-from gyre_daemon.datasets.sidecars.store import Loaded, SidecarKey, SidecarOf, SidecarStore
+from gyre_daemon.datasets.indexing.changes import Change, ChecksumStore, PreviousIndex, ShardChanges
+from gyre_daemon.datasets.indexing.shard_lists import ShardList
+from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed, unpacked_name
+from gyre_daemon.datasets.scanning import Scanner, ScanProcesses
+from gyre_daemon.datasets.sidecars import Loaded, SidecarKey, SidecarOf, SidecarStore
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.threads import in_thread
@@ -331,3 +330,63 @@ def _check(opening: OpeningDataset, scan: Scan, shard: int, arrays: Arrays) -> N
 def is_packed(shard: Shard) -> bool:
     """Whether a shard must be unpacked before it can be read."""
     return is_compressed(shard.name)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexProgress:
+    """One more shard of a dataset has its index.
+
+    The last progress of a dataset also has the results for the whole dataset.
+
+    Attributes:
+        num_done: shards so far.
+        num_shards: of the dataset.
+        num_samples: in the scanned shards so far; at last, in the dataset.
+        shard: the one just done.
+        reused: whether its sidecar was fresh, or it is unchanged and nothing is scanned.
+        change: its difference from the last index.
+        fingerprint: at last, of the dataset.
+        fingerprint_before: at last, of the dataset as it was; empty if it was never indexed.
+        removed: at last, the shards that the dataset no longer has.
+        was_appended: at last, whether the dataset as it was is the first shards of what it is now,
+            and cursors of it fit because of `append`.
+    """
+
+    num_done: int
+    num_shards: int
+    num_samples: int
+    shard: str
+    reused: bool
+    change: Change
+    fingerprint: str = ""
+    fingerprint_before: str = ""
+    removed: tuple[str, ...] = ()
+    was_appended: bool = False
+
+    def after(self, name: str, indexed: IndexedShard) -> "IndexProgress":
+        """The progress after one more shard, which has this name."""
+        return IndexProgress(
+            self.num_done + 1,
+            self.num_shards,
+            self.num_samples + indexed.num_samples,
+            name,
+            indexed.reused,
+            indexed.change or "indexed",
+        )
+
+    def finished(
+        self, dataset: Dataset, previous: PreviousIndex, names: Set[str], *, was_appended: bool
+    ) -> "IndexProgress":
+        """The last progress, of a dataset whose shards have these names.
+
+        An earlier index may know a compressed shard by its name, or by that of the unpacked one.
+        """
+        names = names | {unpacked_name(name) for name in names if is_compressed(name)}
+        return replace(
+            self,
+            num_samples=dataset.num_samples,
+            fingerprint=dataset.fingerprint,
+            fingerprint_before=previous.fingerprint,
+            removed=tuple(sorted(previous.shards.keys() - names)),
+            was_appended=was_appended,
+        )

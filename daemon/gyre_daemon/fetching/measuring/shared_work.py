@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 # Results in memory: of lengths 4, of columns up to 8 bytes for each sample. Others are read again,
 # from their sidecars.
 _MAX_KEPT = 8
-# Work for which nobody waits and that goes on, because a client whose call took too long will ask
+# Work without a waiting caller that goes on, because a client whose call took too long will ask
 # again. With no limit, a client that asks for one after the other and hangs up leaves hundreds.
 _MAX_UNWANTED = 8
 

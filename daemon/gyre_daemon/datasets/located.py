@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.filtering.index import Filtered
+from gyre_daemon.datasets.filters import Filtered
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.order.shuffle.permutation import Int64Array

@@ -13,9 +13,8 @@ from typing import Literal, cast
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.checks.damage import CheckMedia
-from gyre_daemon.datasets.checks.samples import CheckedShard, DecodedShards
-from gyre_daemon.datasets.chunks.decoded import DecodedStorage
+from gyre_daemon.datasets.checks import CheckedShard, DecodedShards
+from gyre_daemon.datasets.decoded import DecodedStorage
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
@@ -24,6 +23,7 @@ from gyre_daemon.datasets.formats.indexes.union_index import with_fields, with_f
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
+from gyre_daemon.datasets.shard_worker import CheckMedia
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import BlockCache, ReadPlan
@@ -33,7 +33,6 @@ from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.shard import Shard
 
 FindingKind = Literal["corrupt", "odd"]
-
 # Named findings of one shard; the rest are counted. One message holds all of a shard's.
 _MAX_FINDINGS = 1000
 # Named findings of a dataset: a client keeps all of them.

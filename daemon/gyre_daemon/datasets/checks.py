@@ -21,7 +21,12 @@ import numpy as np
 import numpy.typing as npt
 from gyre_protos.text import printable
 
-from gyre_daemon.datasets.checks.damage import (
+from gyre_daemon.datasets.decoded import DecodedStorage
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
+from gyre_daemon.datasets.scanning import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.shard_worker import (
     CheckMedia,
     Damage,
     ShardFields,
@@ -30,12 +35,7 @@ from gyre_daemon.datasets.checks.damage import (
     media_of,
     to_arrays,
 )
-from gyre_daemon.datasets.chunks.decoded import DecodedStorage
-from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
-from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
-from gyre_daemon.datasets.scans.processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.runtime.ownership import make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
@@ -47,6 +47,13 @@ from gyre_daemon.storage.opening.shard_files import opened_file
 from gyre_daemon.storage.shard import Shard
 
 _PIECE_BYTES = 4 << 20
+DAMAGE_SUFFIX = ".gyre-damage"
+# Shards checked at once; each takes a core while it is read.
+_MAX_PROCESSES = 8
+# Lines of a report, and characters of a text in it: 10 MiB at most. Beyond it, the last line says
+# how many samples it leaves out.
+MAX_LINES, _MAX_CHARS = 10_000, 500
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class DecodedShards:
@@ -121,11 +128,6 @@ class DecodedShards:
 
     def _failed(self, shard: int) -> list[int]:
         return [chunk for chunk in sorted(self.failures) if self._chunks.shard[chunk] == shard]
-
-
-DAMAGE_SUFFIX = ".gyre-damage"
-# Shards checked at once; each takes a core while it is read.
-_MAX_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,12 +405,6 @@ async def _check_shard(
 def _check(num_samples: int, arrays: Arrays) -> None:
     """Refuse stored damage that cannot be this shard's."""
     from_arrays(arrays, num_samples)
-
-
-# Lines of a report, and characters of a text in it: 10 MiB at most. Beyond it, the last line says
-# how many samples it leaves out.
-MAX_LINES, _MAX_CHARS = 10_000, 500
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Has shards scanned by processes that may be killed; see `server` for their side."""
+"""Has shards scanned by processes that may be killed; see `shard_worker` for their side."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from gyre_daemon.datasets.scans.server import MAX_DATA_BYTES, RANGE, Kind, Run
-from gyre_daemon.datasets.sidecars.file import Arrays, decode
+from gyre_daemon.datasets.formats.base import Scan
+from gyre_daemon.datasets.shard_worker import MAX_DATA_BYTES, RANGE, Kind, Run
+from gyre_daemon.datasets.sidecars import Arrays, decode
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,
@@ -21,6 +22,11 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.runtime.threads import compute
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.local.listing import check_listed
+from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.opening.shard_files import opened_file, read_ranges
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,
     ComputeWorker,
@@ -30,18 +36,19 @@ from gyre_daemon.workers.compute_workers import (
 )
 
 ReadRange = Callable[[int, int], Awaitable[bytes]]  # from the first byte up to the end
-
 SCAN = Task(
     "gyre-scan",
-    "gyre_daemon.datasets.scans.server:ShardScan",
+    "gyre_daemon.datasets.shard_worker:ShardScan",
     MAX_DATA_BYTES,
     "index shards",
 )
 # The most that a reply may have: the index of some hundred million members.
 MAX_REPLY_BYTES = 8 << 30
 _PIECE_BYTES = 1 << 20
-# The most that is read at once for a scan. Several scans run at once.
+# The most to read at once for a scan. Several scans run at once.
 _MAX_RANGE_BYTES = 8 << 20
+
+
 _ERRORS: Mapping[str, type[GyreError]] = {
     kind.__name__: kind
     for kind in (
@@ -172,7 +179,7 @@ class ScanProcess:
 
 
 def scan_request(run: Run, name: str, kind: Kind) -> bytes:
-    """The body of a request; see `server`."""
+    """The body of a request; see `shard_worker`."""
     return pickle.dumps((run, name, kind))
 
 
@@ -247,3 +254,61 @@ async def _send_ranges(connection: socket.socket, num_bytes: int, read: ReadRang
                 end = min(stop, start + _MAX_RANGE_BYTES)
                 await loop.sock_sendall(connection, await read(start, end))
                 start = end
+
+
+class Scanner:
+    """Scans one shard at a time; its process is started when its first shard is scanned."""
+
+    def __init__(self, processes: ScanProcesses) -> None:
+        """Start no process yet."""
+        self._processes = processes
+        self._process: ScanProcess | None = None
+
+    async def scan(
+        self,
+        scan: Scan,
+        source: Storage,
+        shard: int,
+        unpacked: LocalFile | None = None,
+    ) -> Arrays:
+        """Have a shard scanned by another process.
+
+        Args:
+            scan: of the format.
+            source: has the shard.
+            shard: its number.
+            unpacked: the shard's file, if it was unpacked.
+
+        Raises:
+            CorruptSample: it is damaged, or a local one was changed meanwhile.
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+        """
+        listed, stored = source.shards[shard], source.local_file(shard)
+        local = unpacked or stored
+        self._process = process = self._process or await self._processes.start()
+        # A process that waits for a slow mount has no deadline; reads by the storage have.
+        is_read = local is None or (local is stored and not source.is_node_local)
+        if is_read and (scan.seeks or scan.skips):
+
+            async def read(start: int, stop: int) -> bytes:
+                return (await read_ranges(source, [shard], [start], [stop]))[0]
+
+            arrays = await process.scan_ranges(
+                scan.run, listed.name, listed.size_bytes, read, in_windows=scan.skips
+            )
+        elif is_read:
+            arrays = await process.scan_stream(scan.run, listed.name, source.stream(shard))
+        else:
+            assert local
+            async with opened_file(local, listed.name) as file:
+                scanning = process.scan_file(scan.run, listed.name, file)
+                arrays = await MOUNTS.at(local.root.folder).run_in(process.pid, scanning)
+        if local and local is stored:
+            await MOUNTS.run(local.root.folder, check_listed, local, listed)
+        return arrays
+
+    def kill(self) -> None:
+        """End the process."""
+        if self._process:
+            self._process.kill()
+            self._process = None

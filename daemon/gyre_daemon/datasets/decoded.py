@@ -1,4 +1,4 @@
-"""A storage of decoded shards; see [Note: Rows of chunks] in `formats.chunks`.
+"""A storage of decoded shards; see [Note: Rows of chunks] in `formats.indexes.chunks`.
 
 A read has its chunks fetched from the shards, by the storage that has these, and decoded by another
 process into memory that it shares with the daemon. From there the ranges are copied. Nothing is
@@ -6,6 +6,7 @@ kept: that is what the node cache is for, whose blocks are whole chunks.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,9 +14,16 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.chunks.decoders import Decoders
-from gyre_daemon.datasets.chunks.decoding import DecodeRequest
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
+from gyre_daemon.datasets.scanning import (
+    MAX_REPLY_BYTES,
+    SCAN,
+    is_reply,
+    scan_request,
+    scanned,
+)
+from gyre_daemon.datasets.shard_worker import DecodeRequest
+from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
@@ -23,11 +31,74 @@ from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.workers.compute_workers import ComputeServer, ComputeWorkers, WorkerLost
 from gyre_daemon.workers.exchange import Exchange, ExchangeRoom, pages
 
-# Memory of chunks that are being fetched and decoded, of all datasets; one larger chunk has its
+# Memory of chunks in fetching and decoding, of all datasets; one larger chunk has its
 # turn alone. It is not part of any budget. Less would leave a slow storage idle.
 _MAX_BYTES_AT_ONCE = 128 << 20
+# Each takes a core while jobs wait for chunks, and some ten MiB. More than this would rarely be
+# needed: one decodes some hundred MB a second.
+_MAX_PROCESSES = 8
+# A chunk that is not decoded after this long never will be: the largest takes seconds. A shorter
+# time would fail chunks on a very busy machine.
+MAX_DECODE_S = 120.0
+
+
+class Decoders:
+    """Decodes chunks for all datasets of a daemon, fairly between jobs."""
+
+    def __init__(self, server: ComputeServer, max_decode_s: float = MAX_DECODE_S) -> None:
+        """Start no process yet.
+
+        Args:
+            server: forks the processes.
+            max_decode_s: how long one may take for a chunk.
+        """
+        self._max_decode_s = max_decode_s
+        self._workers = ComputeWorkers(
+            server, SCAN, min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        )
+
+    async def decode(
+        self, request: DecodeRequest, shard: str, exchange: Exchange, claims: Claims
+    ) -> None:
+        """Have a chunk decoded, whose pieces are in the exchange.
+
+        A process that dies is replaced once: it may have been killed for another's memory.
+
+        Raises:
+            CorruptSample: the chunk cannot be decoded, or kills or stops those who try.
+            Overloaded: no process can be started.
+        """
+        cost = sum(expected.num_bytes for expected in request.expected)
+        body = scan_request(request, shard, "file")
+        async with self._workers.line.turn_of(claims, cost):
+            for _ in range(2):
+                try:
+                    reply = await self._workers.ask(
+                        body,
+                        [exchange.file.fileno()],
+                        max_bytes=MAX_REPLY_BYTES,
+                        deadline_s=self._max_decode_s,
+                        is_reply=is_reply,
+                    )
+                    await scanned(reply)
+                    return
+                except WorkerLost as lost:
+                    if lost.is_hung:
+                        reason = f"it was not decoded within {self._max_decode_s:g} s"
+                        break
+                    reason = "the process that decoded it died; see the log of the kernel"
+        offset = request.pieces[-1][0]
+        raise CorruptSample(
+            f"{request.noun} {request.number} of shard {shard} (at byte {offset}): {reason}",
+            {"shard": shard, "chunk": request.number, "offset": offset, "reason": reason},
+        )
+
+    def close(self) -> None:
+        """End all processes that do nothing; the others end with their requests."""
+        self._workers.close()
 
 
 class DecodingRoom:

@@ -1,43 +1,262 @@
 """Stores findings about shards in sidecar files, so that none is made twice.
 
-A sidecar is next to its local shard. It is in the index folder instead if one is configured, if
-the shard is remote, or if the shard's own folder cannot be written. It is valid for one size and
+A sidecar is next to its local shard. It is in the index folder instead if one is configured, if the
+shard is remote, or if the shard's own folder cannot be written. It is valid for one size and
 version of the shard. One that is stale reads as absent. One that is damaged, or that has arrays
-which no inspection could have found, does too, with a warning: whoever can write beside a shard can
-forge it.
+which no inspection could have found, does too, with a warning: whoever can write next to a shard
+can forge it. So a sidecar in a folder of the daemon's must be its user's or root's; one next to a
+shard may also belong to the shard's owner, who decides what the shard says anyway.
+
+The bytes of a sidecar are a few arrays of numbers or short text, and the key that they belong to: a
+magic number, a digest of all that follows, the length of a header, the header, and the arrays. The
+header is JSON of one shape: the key, and the name, dtype and shape of each array. Nothing is
+compressed, so that a file needs no more memory than it has bytes. Nothing in a file is executed or
+unpickled. A file whose arrays do not end where it ends is refused.
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+import re
+import secrets
+import stat
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
-from gyre_daemon.datasets.sidecars.file import Arrays, decode, encode
-from gyre_daemon.datasets.sidecars.places import BesideShard, InFolder, SidecarPlace
+import msgspec
+import numpy as np
+
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.ownership import NotOurs
+from gyre_daemon.runtime.ownership import NotOurs, is_ours, make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.mounts import MOUNTS
 
+Arrays = Mapping[str, np.ndarray]
+_MAGIC = b"GYREIDX\x03"
+_DIGEST_BYTES = 32
+_LENGTH = struct.Struct("<I")
+_PREFIX_BYTES = len(_MAGIC) + _DIGEST_BYTES + _LENGTH.size
+_ALIGNMENT_BYTES = 8
+# Bounds of the header. A key has a version, such as an etag of some hundred characters.
+_MAX_HEADER_BYTES = 64 << 10
+_MAX_ARRAYS, _MAX_DIMS, _MAX_DIM = 64, 4, 1 << 40
+_DTYPE = re.compile(r"[<>|](b1|[iu][1248]|U[0-9]{1,4})")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
 SUFFIX = ".gyre-index"
-_LAYOUT_VERSION = 3
+_KEY_VERSION = 3
 # A sidecar has at most four times the bytes of its shard: a line of text of three bytes and its end
 # takes 16 bytes here. The constant is for datasets of many small files; a larger one lets a forged
 # file take more memory for a moment.
 _ALWAYS_ALLOWED_BYTES, _PER_SHARD_BYTE = 64 << 20, 4
-
 # Takes arrays and raises ValueError if no inspection finds them.
 Check = Callable[[Arrays], object]
 Loaded = tuple[Arrays, bool]  # the arrays of a sidecar, and whether its whole key fits
+
+
+class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The header of a file.
+
+    Attributes:
+        key: the subject of the arrays.
+        arrays: name, dtype and shape of each.
+    """
+
+    key: str
+    arrays: list[tuple[str, str, list[int]]]
+
+
+# Made here, by one thread: msgspec prepares a Struct when it is first decoded, and crashes where
+# several threads do that at once.
+_HEADER = msgspec.json.Decoder(_Header)
+
+
+def encode(key: str, arrays: Arrays) -> bytes:
+    """The bytes of a file."""
+    stored = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    header = _Header(
+        key, [(name, each.dtype.str, list(arrays[name].shape)) for name, each in stored.items()]
+    )
+    text = msgspec.json.encode(header)
+    parts = [_LENGTH.pack(len(text)), text]
+    position = _PREFIX_BYTES + len(text)
+    for array in stored.values():
+        padding = -position % _ALIGNMENT_BYTES
+        parts += [bytes(padding), array.tobytes()]
+        position += padding + array.nbytes
+    content = b"".join(parts)
+    return _MAGIC + _digest(content) + content
+
+
+def decode(data: bytes) -> tuple[str, Arrays]:
+    """The key and the arrays of a file; the arrays cannot be written to and keep `data` alive.
+
+    Raises:
+        ValueError: the file is damaged or foreign; says how.
+    """
+    if not data.startswith(_MAGIC):
+        raise ValueError("it is no index of this version")
+    content = memoryview(data)[len(_MAGIC) + _DIGEST_BYTES :]
+    if data[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES] != _digest(content):
+        raise ValueError("its checksum does not fit")
+    if len(content) < _LENGTH.size:
+        raise ValueError("it is cut off")
+    (num_bytes,) = _LENGTH.unpack_from(content)
+    if num_bytes > min(_MAX_HEADER_BYTES, len(content) - _LENGTH.size):
+        raise ValueError("its header is cut off or too long")
+    header = _decode_header(content[_LENGTH.size : _LENGTH.size + num_bytes])
+    arrays, position = {}, _PREFIX_BYTES + num_bytes
+    for name, dtype_name, shape in header.arrays:
+        _check_shape(shape)
+        dtype = _checked_dtype(dtype_name)
+        position += -position % _ALIGNMENT_BYTES
+        end = position + math.prod(shape) * dtype.itemsize
+        if name in arrays or end > len(data):
+            raise ValueError(f"its array {name!r:.50} is there twice or cut off")
+        arrays[name] = np.frombuffer(data, dtype, math.prod(shape), position).reshape(shape)
+        position = end
+    if position != len(data):
+        raise ValueError("it goes on behind its arrays")
+    return header.key, arrays
+
+
+def _decode_header(text: memoryview) -> _Header:
+    try:
+        header = _HEADER.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError("its header is damaged") from error
+    if len(header.arrays) > _MAX_ARRAYS:
+        raise ValueError(f"it has {len(header.arrays)} arrays")
+    return header
+
+
+def _check_shape(shape: list[int]) -> None:
+    if len(shape) > _MAX_DIMS or not all(0 <= size <= _MAX_DIM for size in shape):
+        raise ValueError(f"it has an array of shape {shape!r:.100}")
+
+
+@lru_cache
+def _checked_dtype(name: str) -> np.dtype[np.generic]:
+    dtype = np.dtype(name) if _DTYPE.fullmatch(name) else None
+    if dtype is None or not dtype.itemsize:
+        raise ValueError(f"it has an array of {name!r:.50}")
+    return dtype
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+class SidecarPlace(Protocol):
+    """A place for one sidecar."""
+
+    def open(self) -> int:
+        """Open the sidecar for reading; the caller owns the descriptor.
+
+        Raises:
+            NotOurs: somebody wrote it whose word does not count.
+            OSError: there is none, or it cannot be read.
+        """
+
+    def write(self, data: bytes) -> None:
+        """Replace the sidecar, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written, or is one that must not be replaced.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class InFolder:
+    """A sidecar in a folder that belongs to the daemon's user or to root."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    def open(self) -> int:
+        """See `SidecarPlace.open`."""
+        return open_ours(self.path, os.O_RDONLY)
+
+    def write(self, data: bytes) -> None:
+        """See `SidecarPlace.write`; the folder is made if it is missing."""
+        make_folder(self.path.parent)
+        with closing(_Folder(os.open(self.path.parent, os.O_PATH | os.O_DIRECTORY))) as folder:
+            folder.write(self.path.name, data, 0o600)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideShard:
+    """A sidecar next to a local shard; it has the shard's permissions to read."""
+
+    file: LocalFile
+    shard: LocalFile
+
+    def __str__(self) -> str:
+        """The path."""
+        return str(self.file)
+
+    def open(self) -> int:
+        """See `SidecarPlace.open`."""
+        descriptor = self.file.open()
+        try:
+            found = os.fstat(descriptor)
+            shard = self.shard.stat()
+            if not is_ours(found) and found.st_uid != shard.st_uid:
+                raise NotOurs(
+                    f"user {found.st_uid} wrote it, and the shard belongs to user {shard.st_uid}"
+                )
+            if found.st_mode & ~shard.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise NotOurs("others may write it who may not write the shard")
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def write(self, data: bytes) -> None:
+        """See `SidecarPlace.write`; one that does not count stays."""
+        with suppress(FileNotFoundError):
+            os.close(self.open())
+        mode = 0o600 | self.shard.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+        with closing(_Folder(self.file.open_folder())) as folder:
+            folder.write(self.file.path.name, data, mode)
+
+
+class _Folder:
+    """An open folder, in which files appear whole or not at all."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def write(self, name: str, data: bytes, mode: int) -> None:
+        unfinished = f"{name}.{secrets.token_hex(8)}.tmp"
+        file = open_ours(Path(unfinished), _NEW, dir_fd=self._descriptor)
+        try:
+            with os.fdopen(file, "wb") as writer:
+                writer.write(data)
+                writer.flush()
+                os.fchmod(file, mode)
+                os.fsync(file)
+            os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except OSError:
+            with suppress(FileNotFoundError):
+                os.unlink(unfinished, dir_fd=self._descriptor)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +279,7 @@ class SidecarKey:
 
     def encoded(self) -> str:
         """The key as stored; without the location, since mounts move."""
-        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.kind])
+        return json.dumps([_KEY_VERSION, self.size_bytes, self.version, self.kind])
 
     @property
     def max_bytes(self) -> int:

@@ -2,16 +2,25 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+import hashlib
+import json
+import os
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
+from functools import partial
 
-from gyre_daemon.config import DatasetConfig, PackConfig
-from gyre_daemon.datasets.catalog.ad_hoc import name_of
-from gyre_daemon.datasets.catalog.linting import LintProgress, lint_dataset
-from gyre_daemon.datasets.catalog.mixtures import Mixtures
-from gyre_daemon.datasets.catalog.packed_datasets import PackedDatasets
-from gyre_daemon.datasets.checks.damage import CheckMedia
-from gyre_daemon.datasets.checks.samples import CorruptReports
+import numpy as np
+
+from gyre_daemon.config import DatasetConfig, MixtureConfig, PackConfig
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,
@@ -22,27 +31,33 @@ from gyre_daemon.datasets.indexing.changes import (
     what_changed,
 )
 from gyre_daemon.datasets.indexing.indexer import Indexer
-from gyre_daemon.datasets.indexing.progress import IndexProgress
-from gyre_daemon.datasets.indexing.shards import OpeningDataset
+from gyre_daemon.datasets.indexing.shards import IndexProgress, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.sidecars.store import SidecarStore
-from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
+from gyre_daemon.datasets.linting import LintProgress, lint_dataset
+from gyre_daemon.datasets.mixing import MixedIndex, Part
+from gyre_daemon.datasets.packing import pack
+from gyre_daemon.datasets.shard_worker import CheckMedia
+from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.errors import ConfigError, InvalidRequest, NotAllowed, UnknownDataset
+from gyre_daemon.order.mixture import MixedSource, Mixture, source_seed
+from gyre_daemon.order.planner import NO_SAMPLES
+from gyre_daemon.order.quotas import Phase, whole_weights
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.sources.fsspec_drivers import CLASS, allow_scheme
+from gyre_daemon.storage.unions import MixedStorage
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 _MAX_PREFIXES = 64  # each is small, and takes a look at all shards to find again
-
-
 OpenSource = Callable[[str, DatasetConfig], Awaitable[Dataset]]
 FilterLate = Callable[[str, DatasetConfig, Dataset], Awaitable[Dataset]]
-
-
-async def _unfiltered(name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
-    return dataset
+# Each takes 20 bytes for each document. Jobs keep the one that they read in any case; with fewer,
+# a job that describes one and then opens it may pack twice.
+_MAX_KEPT = 8
+Sources = Sequence[tuple[str, Dataset]]
 
 
 class Catalog:
@@ -288,7 +303,7 @@ class Catalog:
                 was_appended = before is not None and before.fingerprint == previous.fingerprint
             listed = opening.source.shards
             await save_record(self._records, name, opening.location, listed, dataset.fingerprint)
-        if with_checksums:  # may take hours, and nobody needs them to open the dataset
+        if with_checksums:  # may take hours, and no opening needs them
             await self._indexer.take_checksums(dataset)
         names = {shard.name for shard in listed}
         yield progress.finished(dataset, previous, names, was_appended=was_appended)
@@ -350,3 +365,172 @@ class Catalog:
         if replace(kept, pack=None) == replace(config, pack=None):
             self._open[name] = dataset
         return dataset
+
+
+async def _unfiltered(name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
+    return dataset
+
+
+def name_of(config: DatasetConfig) -> str:
+    """A name, equal for definitions of one dataset, whatever is done to its samples then."""
+    # A URI may have a glob, which pathlib does not resolve.
+    uri = config.uri if "://" in config.uri else os.path.abspath(config.uri)  # noqa: PTH100
+    options = json.dumps(
+        [
+            config.format,
+            dict(config.options),
+            dict(config.storage),
+            config.follow_links,
+            dict(config.rename),
+            dict(config.cast),
+            config.on_corrupt,
+            config.max_corrupt,
+            config.append,
+            config.filter,
+        ],
+        sort_keys=True,
+        default=str,
+    )
+    return f"{uri} {options}"
+
+
+class PackedDatasets:
+    """Packs each dataset once in each way; the last few are kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str, PackConfig], Dataset] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, documents: Dataset, config: PackConfig) -> Dataset:
+        """A dataset whose samples are the packed sequences of another one's.
+
+        Raises:
+            InvalidRequest: as `packing.pack`.
+        """
+        key = documents.fingerprint, documents.transforms, config
+        found = self._kept.get(key)
+        if found and found.storage is documents.storage:  # while another one may be packed
+            self._kept[key] = self._kept.pop(key)
+            return found
+        async with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None or found.storage is not documents.storage:
+                packed = await compute(
+                    pack,
+                    documents.sized,
+                    documents.fields,
+                    documents.num_made,
+                    documents.corrupt,
+                    config,
+                    documents.mixture,
+                )
+                fingerprint = packed.fingerprint(documents.fingerprint, documents.transforms)
+                found = replace(
+                    documents,
+                    packed=packed,
+                    mixture=packed.mixed.mixture if packed.mixed else None,
+                    fingerprint=fingerprint,
+                    corrupt=NO_SAMPLES,
+                    grows=False,  # sequences of the first shards may have later documents too
+                )
+                self._kept = dict([*self._kept.items()][1 - _MAX_KEPT :])
+            self._kept[key] = found
+            return found
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()
+
+
+class Mixtures:
+    """Mixes each mixture once, and again when one of its sources was opened again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[MixtureConfig, list[Dataset], Dataset]] = {}
+
+    def of(self, name: str, config: DatasetConfig, sources: Sources) -> Dataset:
+        """The dataset of a mixture.
+
+        Args:
+            name: of the mixture.
+            config: of the mixture.
+            sources: its open sources, by name.
+
+        Raises:
+            ConfigError: they cannot be mixed.
+        """
+        assert config.mixture
+        opened = [dataset for _, dataset in sources]
+        if name in self._kept:
+            how, before, mixed = self._kept[name]
+            same = [one is other for one, other in zip(before, opened, strict=False)]
+            if how == config.mixture and len(before) == len(opened) and all(same):
+                return mixed
+        mixed = _mixed(name, config.mixture, sources)
+        self._kept[name] = config.mixture, opened, mixed
+        return mixed
+
+    def source(self, name: str, source: str) -> Dataset | None:
+        """The source of this name of a mixture; None if there is none."""
+        if name not in self._kept:
+            return None
+        config, opened, _ = self._kept[name]
+        return dict(zip(config.sources, opened, strict=True)).get(source)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()
+
+
+def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
+    parts = [Part(each, its.index, its.fields, its.source_names) for each, its in sources]
+    try:
+        index = MixedIndex(parts).with_shards([len(its.storage.shards) for _, its in sources])
+    except ConfigError as error:
+        raise ConfigError(f"mixtures.{name}: {error}") from error
+    first_ids = index.first_ids
+    mixed = tuple(
+        MixedSource(each, its.fingerprint, its.ordered, its.corrupt, first)
+        for (each, its), first in zip(sources, first_ids, strict=False)
+    )
+    shares = partial(_phases, config)
+    phases, num_samples = shares([its.num_samples for _, its in sources])
+    fingerprints = [(each.name, each.fingerprint) for each in mixed]
+    said = json.dumps([fingerprints, config.block, num_samples]).encode()
+    corrupt = [each.corrupt + each.first_id for each in mixed]
+    return Dataset(
+        name=name,
+        format="mixture",
+        uri=f"mixture:{name}",
+        storage=MixedStorage(
+            [its.storage for _, its in sources],
+            [partial(source_seed, name=each) if its.drawing else None for each, its in sources],
+        ),
+        shards=[shard for _, its in sources for shard in its.shards],
+        index=index,
+        fingerprint=hashlib.blake2b(said, digest_size=16, person=b"gyre.mixture").hexdigest(),
+        corrupt=np.concatenate([NO_SAMPLES, *corrupt]),
+        num_left_out=sum(its.num_left_out for _, its in sources),
+        drawing=tuple(name for _, its in sources for name in its.drawing),
+        mixture=Mixture(mixed, phases, config.block, num_samples, shares),
+        source_names=tuple(name for part in parts for name in part.source_names),
+    )
+
+
+def _phases(config: MixtureConfig, sizes: Sequence[int]) -> tuple[tuple[Phase, ...], int]:
+    """The phases of a definition, and the samples of an epoch."""
+    names = config.sources
+    num_samples = sum(sizes)
+    if config.epochs:
+        dues = [config.epochs.get(name, 0) * size for name, size in zip(names, sizes, strict=True)]
+        first, num_samples = dues, max(1, round(sum(dues)))
+    elif config.temperature:
+        greatest = max(sizes)
+        first = [round((size / greatest) ** (1 / config.temperature), 9) for size in sizes]
+    else:
+        first = [config.weights.get(name, 0) for name in names]
+    phases = [Phase(0, whole_weights(first))]
+    for each in config.schedule:
+        weights = whole_weights([each.weights.get(name, 0) for name in names])
+        phases.append(Phase(each.step, weights))
+    return tuple(phases), num_samples

@@ -1,1 +1,0 @@
-"""Checks samples by their format, and replaces or reports those that fail."""

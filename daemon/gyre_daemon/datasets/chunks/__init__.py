@@ -1,1 +1,0 @@
-"""Decoded shards: processes decode chunks, and the node cache keeps them."""

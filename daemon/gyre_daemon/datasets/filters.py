@@ -1,0 +1,450 @@
+"""Filters: an expression over facts of samples, and the index of the samples that it leaves. Pure.
+
+`32 <= length(text) < 10000 and value("class") != "cat"` has Python's syntax and meaning, for all
+samples at once. It is parsed by Python's own parser and computed by the few nodes below; nothing
+else of Python is there. The facts are lengths of fields and indexed values. Stored columns, and
+lengths that transforms make, are found once for all samples, and then a filter is computed from
+them as from the index itself.
+"""
+
+import ast
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from gyre_protos.text import counted
+
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, indexed_fields, stored_fields
+from gyre_daemon.datasets.formats.field_spec import Extents
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.indexes.table import located_bounds
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_that_begin_at
+from gyre_daemon.order.shuffle.permutation import Int64Array
+
+Values = npt.NDArray[Any]
+_Compute = Callable[["_Samples"], Any]
+# The kind of a field whose values are texts, not numbers or classes.
+TEXT = "text/plain"
+_MAX_CHARS = 1000
+_NUMBERS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_WHAT_THERE_IS = (
+    'numbers, text in quotes, names of fields, value("NAME"), length(NAME), + - * / // %, '
+    "comparisons, `in` a list, `and`, `or`, `not` and parentheses"
+)
+_AT_ONCE = 1 << 16  # samples looked at together
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """An index's facts of n samples: int64 [n] lengths and [n] values by the names of fields."""
+
+    lengths: Mapping[str, Values]
+    values: Mapping[str, Values]
+
+
+class Filter:
+    """An expression over the fields of one dataset."""
+
+    def __init__(self, text: str, fields: Sequence[FieldSpec], names: Sequence[str]) -> None:
+        """Parse it.
+
+        Args:
+            text: the expression.
+            fields: of the index.
+            names: theirs in the expression.
+
+        Raises:
+            ConfigError: it is none, or needs facts that the index lacks.
+        """
+        self._text = text
+        named = [replace(spec, name=name) for spec, name in zip(fields, names, strict=True)]
+        self._stored, self._indexed = stored_fields(named), indexed_fields(named)
+        if len(text) > _MAX_CHARS:
+            self._refuse(f"it has {len(text)} characters; at most {_MAX_CHARS} are read")
+        try:
+            self._compute = self._condition(ast.parse(text.strip(), mode="eval").body)
+        except ConfigError:  # which is a ValueError
+            raise
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            self._refuse(f"it is no expression: {error}")
+
+    def __call__(self, extents: Extents) -> npt.NDArray[np.bool_]:
+        """Which samples are left, bool [n]."""
+        num_bytes = extents.tensor_bytes
+        samples = _Samples(
+            {
+                spec.name: num_bytes[:, place] // max(spec.element_bytes, 1)
+                for place, spec in enumerate(self._stored)
+            },
+            {spec.name: each for spec, each in zip(self._indexed, extents.indexed, strict=True)},
+        )
+        with np.errstate(all="ignore"):  # NaN keeps no sample
+            kept = np.asarray(self._compute(samples), np.bool_)
+        return np.broadcast_to(kept, (len(extents.shard),))
+
+    def _condition(self, node: ast.expr) -> _Compute:
+        """A condition."""
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                parts = [self._condition(each) for each in values]
+                join = np.logical_and if isinstance(op, ast.And) else np.logical_or
+                return lambda samples: reduce(join, [part(samples) for part in parts])
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self._condition(operand)
+                return lambda samples: np.logical_not(inner(samples))
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                sides = [left, *comparators]
+                steps = [
+                    self._comparison(sides[place], op, sides[place + 1])
+                    for place, op in enumerate(ops)
+                ]
+                return lambda samples: reduce(np.logical_and, [each(samples) for each in steps])
+            case _ if (name := _field_name(node)) is not None:
+                spec = self._indexed_field(name)
+                if spec.dtype != np.bool_:
+                    self._refuse(f"`{spec.name}` alone is neither true nor false; compare it")
+                return lambda samples: samples.values[spec.name]
+        return self._unknown(node)
+
+    def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> _Compute:
+        if isinstance(op, ast.In | ast.NotIn):
+            if not isinstance(right, ast.List | ast.Tuple):
+                self._refuse(f"`{ast.unparse(right)}` is no list, such as [1, 2]")
+            parts = [self._comparison(left, ast.Eq(), each) for each in right.elts]
+            if not parts:
+                self._refuse("a list is empty")
+            is_in = isinstance(op, ast.In)
+            return lambda samples: reduce(np.logical_or, [part(samples) for part in parts]) == is_in
+        if type(op) not in _COMPARISONS:
+            return self._unknown(op)
+        compare = _COMPARISONS[type(op)]
+        for side, other in ((left, right), (right, left)):
+            if isinstance(side, ast.Constant) and isinstance(side.value, str):
+                name, number = self._category(side.value, other, op)
+                return lambda samples: compare(samples.values[name], number)
+        first, second = self._number(left), self._number(right)
+        return lambda samples: compare(first(samples), second(samples))
+
+    def _category(self, text: str, other: ast.expr, op: ast.cmpop) -> tuple[str, int]:
+        """The field that a category is compared with, and the number of the category."""
+        name = _field_name(other)
+        if name is None or not isinstance(op, ast.Eq | ast.NotEq):
+            self._refuse(f"{text!r} can only be equal to a field of classes, or not")
+        spec = self._indexed_field(name)
+        if text not in spec.categories:
+            known = ", ".join(spec.categories[:20]) or "none"
+            self._refuse(f"{text!r} is no class of `{spec.name}`; its classes are: {known}")
+        return spec.name, spec.categories.index(text)
+
+    def _number(self, node: ast.expr) -> _Compute:
+        match node:
+            case ast.Constant(value=bool() | int() | float() as value) if abs(value) < 1 << 62:
+                return lambda _: value
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = self._number(operand)
+                return lambda samples: -inner(samples)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _NUMBERS:
+                first, second, join = self._number(left), self._number(right), _NUMBERS[type(op)]
+                return lambda samples: join(np.asarray(first(samples)), second(samples))
+            case ast.Call(func=ast.Name(id="length"), args=[field], keywords=[]):
+                ragged = self._ragged_field(field)
+                return lambda samples: samples.lengths[ragged]
+            case _ if (name := _field_name(node)) is not None:
+                spec = self._indexed_field(name)
+                if spec.media_type == TEXT:
+                    self._refuse(f"`{name}` is text; compare it with text in quotes")
+                wide = np.float64 if spec.dtype.kind == "f" else np.int64  # no sum wraps round
+                return lambda samples: samples.values[spec.name].astype(wide)
+        return self._unknown(node)
+
+    def _ragged_field(self, node: ast.expr) -> str:
+        """The field whose length is asked for."""
+        name = _quoted(node) or ast.unparse(node)
+        ragged = [spec.name for spec in self._stored if spec.ragged]
+        if name not in ragged:
+            self._refuse(
+                f"`{name}` is no field whose samples differ in length; these are: "
+                f"{', '.join(ragged) or 'none'}"
+            )
+        return name
+
+    def _indexed_field(self, name: str) -> FieldSpec:
+        """The field whose values are in the index."""
+        known = [
+            spec.name for spec in self._indexed if not spec.shape and spec.dtype.kind in "biuf"
+        ]
+        if name not in known:
+            self._refuse(
+                f"the index does not have the values of `{name}`; it has lengths, and the values "
+                f"of: {', '.join(known) or 'no field'}"
+            )
+        return next(spec for spec in self._indexed if spec.name == name)
+
+    def _unknown(self, node: ast.AST) -> NoReturn:
+        what = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+        self._refuse(f"`{what:.100}` does not belong there; there are {_WHAT_THERE_IS}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ConfigError(f"the filter {self._text!r:.200} cannot be used: {reason}")
+
+
+def _quoted(node: ast.expr) -> str | None:
+    """Text in quotes; None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return None
+
+
+def _field_name(node: ast.expr) -> str | None:
+    """The name of a field, as it is or as `value("NAME")`; None for anything else."""
+    match node:
+        case ast.Name() | ast.Attribute():
+            return ast.unparse(node)
+        case ast.Call(func=ast.Name(id="value"), args=[name], keywords=[]):
+            return _quoted(name)
+    return None
+
+
+def apply_filter(
+    index: SampleIndex, fields: Sequence[FieldSpec], text: str
+) -> tuple[SampleIndex, Int64Array]:
+    """The index of the samples that a filter leaves, and their ids without it, in rising order.
+
+    It looks at all samples. The index is itself where all are left.
+
+    Args:
+        index: of all samples.
+        fields: its fields, under the names that the filter uses.
+        text: the filter.
+
+    Raises:
+        ConfigError: the filter does not fit the index, or leaves none.
+    """
+    passes = Filter(text, index.fields, [spec.name for spec in fields])
+    parts = []
+    for begin in range(0, index.num_samples, _AT_ONCE):
+        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
+        parts.append(ids[passes(index.locate(ids))])
+    kept = np.concatenate(parts)
+    if not len(kept):
+        raise ConfigError(
+            f"the filter {text!r:.200} leaves none of {counted(index.num_samples, 'sample')}"
+        )
+    if len(kept) == index.num_samples:
+        return index, kept
+    return Filtered(index, kept, drops_chunks=True), kept
+
+
+def numbered(sample_ids: Int64Array, kept: Int64Array) -> Int64Array:
+    """The ids that samples have among those that are left; both in rising order."""
+    at = np.minimum(np.searchsorted(kept, sample_ids), len(kept) - 1)
+    ids: Int64Array = at[kept[at] == sample_ids]
+    return ids
+
+
+class Filtered(SampleIndex):
+    """A `SampleIndex` of M samples of another one."""
+
+    def __init__(self, index: SampleIndex, kept: Int64Array, *, drops_chunks: bool) -> None:
+        """Keep which samples they are.
+
+        Args:
+            index: of all samples.
+            kept: int64 [M], ids in rising order; at least one.
+            drops_chunks: whether decoded shards lack the chunks without any of them.
+        """
+        self._index, self._kept, self.chunks = index, kept, None
+        chunks = chunks_of(index) if drops_chunks else None
+        if chunks:
+            chosen = np.unique(index.blocks(0).block_of(kept))
+            self.chunks = chunks.some(chosen)
+            self._moved = self.chunks.base - chunks.base[chosen]
+        self._bounds = located_bounds(self)
+        self._blocks = BlockTables(self._make_blocks)
+
+    @property
+    def unfiltered(self) -> SampleIndex:
+        """The index of all samples."""
+        return self._index
+
+    def stored_ids(self, sample_ids: Int64Array) -> Int64Array:
+        """The ids that samples have there."""
+        return self._kept[sample_ids]
+
+    @property
+    def num_samples(self) -> int:
+        """See `SampleIndex.num_samples`."""
+        return len(self._kept)
+
+    @property
+    def fields(self) -> Sequence[FieldSpec]:
+        """See `SampleIndex.fields`."""
+        return self._index.fields
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        extents = self._index.locate(self._kept[sample_ids])
+        if not self.chunks:
+            return extents
+        moved = self._moved[self.blocks(0).block_of(sample_ids)]
+        return replace(extents, start=extents.start + moved[:, None])
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`."""
+        return self._bounds.largest(num_samples)
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`: those of the other index that have any sample left."""
+        return self._blocks.of(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        digest = hashlib.blake2b(b"filtered" + self._index.digest(), digest_size=16)
+        digest.update(self._kept.astype("<i8").data)
+        return digest.digest()
+
+    def _make_blocks(self, io_block_bytes: int) -> BlockTable:
+        table = self._index.blocks(io_block_bytes)
+        first = table.first_sample(np.arange(table.num_blocks + 1))
+        return blocks_that_begin_at(np.unique(np.searchsorted(self._kept, first)))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The facts that a filter needs and the index of a dataset lacks.
+
+    Attributes:
+        columns: names of stored fields whose values it compares.
+        lengths: names of fields whose lengths it compares, and that are not stored.
+    """
+
+    columns: tuple[str, ...]
+    lengths: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.columns or self.lengths)
+
+
+def asked_of(text: str, fields: Sequence[FieldSpec]) -> Asked:
+    """The facts that a filter needs and the index lacks; nothing where the text is no expression.
+
+    Args:
+        text: the filter.
+        fields: of the dataset, with their names.
+    """
+    stored = {spec.name: spec for spec in stored_fields(fields)}
+    known = {spec.name for spec in indexed_fields(fields)}
+    try:
+        names = [*_names(ast.parse(text.strip(), mode="eval"))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Asked((), ())  # `Filter` says why
+    columns = {name for name, is_length in names if not is_length and name in stored} - known
+    lengths = {name for name, is_length in names if is_length and name not in stored}
+    return Asked(tuple(sorted(columns)), tuple(sorted(lengths)))
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """The names of fields, each with whether its length is meant.
+
+    Raises:
+        ValueError: it calls an unknown function, so nothing need be read to refuse it.
+    """
+    match tree:
+        case ast.Call(func=ast.Name(id="length" | "value" as word), args=[name]):
+            is_text = isinstance(name, ast.Constant) and isinstance(name.value, str)
+            yield (name.value if is_text else ast.unparse(name)), word == "length"  # type: ignore[attr-defined]
+        case ast.Call():
+            raise ValueError("no function of filters")
+        case ast.Name() | ast.Attribute():
+            yield ast.unparse(tree), False
+        case _:
+            for child in ast.iter_child_nodes(tree):
+                yield from _names(child)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The values of one stored field.
+
+    Attributes:
+        field: as if the index had it.
+        values: [N], of all samples.
+    """
+
+    field: FieldSpec
+    values: Values
+
+
+def apply_late(
+    dataset: Dataset, text: str, columns: Sequence[Column], made: Mapping[str, Int64Array]
+) -> tuple[Dataset, Int64Array]:
+    """The dataset with the samples that a filter leaves, and int64 [M], their ids without it.
+
+    Args:
+        dataset: of all samples, as they are stored.
+        text: the filter.
+        columns: the stored fields whose values it compares.
+        made: int64 [N], by name, the lengths of fields that transforms make.
+
+    Raises:
+        ConfigError: the filter does not fit, or leaves none.
+    """
+    index, fields = dataset.index, dataset.fields
+    lengths = [FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="bytes") for name in made]
+    known = [*stored_fields(fields), *lengths, *indexed_fields(fields)]
+    known += [column.field for column in columns]
+    passes = Filter(text, known, [spec.name for spec in known])
+    parts = []
+    for begin in range(0, index.num_samples, _AT_ONCE):
+        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
+        parts.append(ids[passes(_wide(index, ids, columns, made))])
+    kept = np.concatenate(parts)
+    if not len(kept):
+        raise ConfigError(
+            f"the filter {text!r:.200} leaves none of {counted(index.num_samples, 'sample')}"
+        )
+    if len(kept) == index.num_samples:
+        return dataset, kept
+    identity = hashlib.blake2b(digest_size=16, person=b"gyre.filter")
+    identity.update(dataset.fingerprint.encode() + kept.astype("<i8").tobytes())
+    left = replace(
+        dataset,
+        index=Filtered(index, kept, drops_chunks=False),
+        corrupt=numbered(dataset.corrupt, kept),
+        fingerprint=identity.hexdigest(),
+        num_left_out=dataset.num_left_out + index.num_samples - len(kept),
+    )
+    return left, kept
+
+
+def _wide(
+    index: SampleIndex, ids: Int64Array, columns: Sequence[Column], made: Mapping[str, Int64Array]
+) -> Extents:
+    """The index's facts of samples, and those found since."""
+    found = index.locate(ids)
+    more = [lengths[ids][:, None] for lengths in made.values()]
+    sizes = np.hstack((found.tensor_bytes, *more))
+    values = tuple(column.values[ids] for column in columns)
+    return Extents(found.shard, np.zeros_like(sizes), sizes, indexed=(*found.indexed, *values))

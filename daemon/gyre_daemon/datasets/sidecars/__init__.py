@@ -1,1 +1,0 @@
-"""Findings about shards, kept in files."""
