@@ -1,9 +1,7 @@
 """The cost of a step of a deep model, from two and three of its layers, or three and four.
 
-Each layer is like the others, so every moment of a step has as many bytes more for one more layer.
-Moments are compared stretch by stretch, from one mark to the next: the last layers of one model
-with the last ones of the other. The stretch with the most bytes need not be the same at every
-depth.
+Each layer is like the others, so the peak of each phase of a step grows by as many bytes with each
+layer more. The phase with the most bytes need not be the same at every depth.
 """
 
 import dataclasses
@@ -24,7 +22,7 @@ from torch import nn
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.counters import CATEGORIES, Category, Timeline
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
+from gyre_trainer.accounting.step_cost import STEP, StepCost
 from gyre_trainer.training.build import blocks_of, plain
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPTConfig
@@ -77,8 +75,7 @@ _MORE_OF = {Strategy.FSDP2_LAYER: 4}
 # Leading layers of another kind, such as the dense ones before those with experts, are measured
 # with the others. With more of them that would save little.
 _MAX_LEADING = 4
-_MARKS = (STEP, "forward", "backward", "clip", "update", BLOCK)
-_Live = npt.NDArray[np.int64]
+_PHASES = (STEP, "forward", "backward", "clip", "update")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,8 +169,9 @@ class FigureJobs:
             return figures(more)
         (few,) = others
         times = self.num_more_layers(strategy)
-        live = np.concatenate(list(_deeper(few.timeline, more.timeline, times, self.num_leading)))
-        at_peak = live[live.sum(axis=1).argmax()].tolist()
+        peaks = _phase_peaks(more.timeline)
+        peaks += times * (peaks - _phase_peaks(few.timeline))
+        at_peak = peaks[peaks.sum(axis=1).argmax()].tolist()
         return StepFigures(
             dict(zip(CATEGORIES, at_peak, strict=True)),
             more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
@@ -222,40 +220,8 @@ def _with_layers(config: TrainConfig, num_layers: int) -> TrainConfig:
     return dataclasses.replace(config, model=fewer)
 
 
-def _deeper(few: Timeline, more: Timeline, times: int, num_leading: int) -> Iterator[_Live]:
-    """Bytes [moments, categories] of each stretch with ``times`` layers more than in ``more``.
-
-    Of the layers between the first and the last one, the one next to the last one has the most
-    bytes alive. It stands for all of them, and grows as the last one does, which is the first one
-    in backward.
-    """
-    for (phase, fewer), (_, stretches) in zip(_phases(few), _phases(more), strict=True):
-        has_layers = len(stretches) > len(fewer)
-        place = 2 if phase == "backward" else 2 + num_leading
-        alike = [*stretches[:place], *stretches[place + 1 :]] if has_layers else stretches
-        growths = [_growth(*pair) for pair in zip(fewer, alike, strict=True)]
-        if has_layers:
-            growths.insert(place, growths[1] if phase == "backward" else growths[-1])
-        for stretch, growth in zip(stretches, growths, strict=True):
-            fits = len(growth) == len(stretch)
-            yield stretch + times * (growth if fits else growth[[growth.sum(axis=1).argmax()]])
-
-
-def _growth(few: _Live, more: _Live) -> _Live:
-    """The cost of one more layer, moment by moment; in all to the peak where moments differ."""
-    if len(few) == len(more):
-        return more - few
-    return more[[more.sum(axis=1).argmax()]] - few[[few.sum(axis=1).argmax()]]
-
-
-def _phases(timeline: Timeline) -> Iterator[tuple[str, Sequence[_Live]]]:
-    """Each phase of the step by its name, with bytes [moments, categories] of each stretch."""
-    bounds = [i for i, event in enumerate(timeline.events) if event in _MARKS]
-    name, stretches = STEP, list[_Live]()
-    for start, stop in zip(bounds, [*bounds[1:], len(timeline.events)], strict=True):
-        event = timeline.events[start]
-        if event not in (BLOCK, STEP):
-            yield name, stretches
-            name, stretches = event, []
-        stretches.append(timeline.live[start:stop])
-    yield name, stretches
+def _phase_peaks(timeline: Timeline) -> npt.NDArray[np.int64]:
+    """Bytes [phases, categories] at the moment of each phase with the most."""
+    bounds = [i for i, event in enumerate(timeline.events) if event in _PHASES]
+    phases = np.split(timeline.live, bounds[1:])
+    return np.stack([live[live.sum(axis=1).argmax()] for live in phases])

@@ -3,11 +3,9 @@
 Every allocation, view and release is as in a real step, but without memory, and no message is sent.
 So a laptop measures one rank of a large job in seconds.
 
-Values of integers on fake tensors, so that shapes that depend on them are known.
-
 A fake tensor has a shape and no values. Where experts get the tokens that chose them, shapes inside
-a model depend on values. So integers and bools that follow from other known ones have their values
-beside the fake tensor, and a router is assumed to choose all experts equally often.
+a model depend on values. So integers and bools are real where they follow from real ones, and a
+router is assumed to choose all experts equally often.
 """
 
 import dataclasses
@@ -21,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -35,7 +34,6 @@ from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.layers.head import few_for_all
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.shards.initialisation import allocate
-from gyre_trainer.torch_internals import tree_leaves, tree_map_only
 from gyre_trainer.training.build import encode_frozen, plain
 from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig
@@ -44,31 +42,26 @@ from gyre_trainer.training.library import library_config
 from gyre_trainer.training.step import Stepper
 
 _aten = torch.ops.aten
-_DECLARES_WRITES = ("aten", "prim")  # others may write to any argument
-_VALUES = "_known_values"  # an attribute of fake tensors
 _EQUAL = frozenset((_aten.equal.default, _aten.allclose.default))
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
-# Values take real memory. A mask of experts for 131,072 tokens, 8 choices and 128 experts fits; a
-# mask of all pairs of 131,072 tokens, which nothing reads, does not.
+# A mask of experts for 131,072 tokens, 8 choices and 128 experts fits; a mask of all pairs of
+# 131,072 tokens, which nothing reads, does not.
 _MAX_BYTES = 2**30
-# Zeros of floating point may become a mask of experts, and are mostly activations or parameters.
-_MAX_ZEROS_BYTES = 2**25
 
 
-class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Beneath it is a `FakeTensorMode`; numbers that are read and not known are 1.
+class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Above a `FakeTensorMode`: what depends on real integers alone is real.
 
-    Tensors are equal to each other, which tells that a norm can be recomputed.
+    Numbers that are not known are 1. Tensors are equal to each other, which tells that a norm can
+    be recomputed.
 
     Attributes:
-        assumes_even_routing: whether something was read that follows from which experts tokens
-            choose.
+        assumes_even_routing: whether a router has chosen experts.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.assumes_even_routing = False
-        self._routes = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,128 +75,61 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The operator's result, with the values that follow from known ones."""
+        """The operator's result, real if all that it depends on is."""
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
-            return self._number(args[0])
         if func in _EQUAL:
             return True
         given = list(tensors_in((args, kwargs)))
-        if given and func is not _aten.topk.default and not any(map(_has_known, given)):
-            return func(*args, **kwargs)  # most operators: nothing follows from them
-        return self._followed(func, args, kwargs)
-
-    def _followed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of an operator from which known values may follow."""
-        if func in _INDEXING:
-            args = [args[0], [each for index in args[1] for each in self._places(index)], *args[2:]]
-        values = None
-        try:
-            result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            values = self._computed(func, args, kwargs)
-            if values is None:
-                raise
-            self.assumes_even_routing |= self._routes
-            result = tree_map_only(Tensor, _fake_like, values)
-        else:
-            if all(leaf.nbytes <= _most_bytes(func) for leaf in _tensors(result)):
-                values = self._computed(func, args, kwargs)
-        if func is _aten.topk.default and values is None:
+        is_known = not any(isinstance(each, FakeTensor) for each in given)
+        if func is _aten._local_scalar_dense.default and not is_known:
+            return 1
+        if func in _INDEXING and not is_known:  # a mask says a shape, its places have one
+            args = [args[0], [each for index in args[1] for each in _places(index)], *args[2:]]
+        if is_known and func.namespace == "aten" and (given or _makes_known(func, kwargs)):
+            return self._computed(func, args, kwargs)
+        if not is_known and not isinstance(given[0], FakeTensor) and _writes_to_first(func):
+            raise ConfigError(f"integers of the model become unknown, by {func}: no plan")
+        result = func(*args, **kwargs)
+        if func is _aten.topk.default:
+            self.assumes_even_routing = True
             dim = args[2] if len(args) > 2 else -1  # topk's default
-            values = [None, _even_choices(result[1], dim, args[0].shape)]
-            self._routes = True
-        self._keep(func, args, kwargs, result, values)
+            return result[0], _even_choices(result[1], dim, args[0].shape)
         return result
 
-    def _number(self, tensor: Tensor) -> Any:
-        values = _known(tensor)
-        if values is not None:
-            self.assumes_even_routing |= self._routes
-            with unset_fake_temporarily():
-                return values.item()
-        return 1.0 if tensor.dtype.is_floating_point else 1
-
-    def _places(self, index: Any) -> list[Any]:
-        """The indices that a mask stands for, one for each of its dims, if it is known."""
-        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
-        if not is_mask or _known(index) is None:
-            return [index]
-        found: Tensor = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
-        return list(found.unbind(1))
-
     def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result's values; None where an argument's are not known, or nobody asks for them."""
-        given = _tensors((args, kwargs))
-        if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-            return None
-        if not given and not _makes_known(func, kwargs):
-            return None
-        if any(_known(tensor) is None for tensor in given):
-            return None
-        args, kwargs = tree_map_only(Tensor, _known, (list(args), dict(kwargs)))
+        """The real result, unless it is random or too large."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return func(*args, **kwargs)
+        try:
+            if not func._schema.is_mutable:
+                fake = func(*args, **kwargs)
+                if any(each.nbytes > _MAX_BYTES for each in tensors_in(fake)):
+                    return fake
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            pass  # values say the shape
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _keep(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, values: Any
-    ) -> None:
-        """Remember a result's values; forget those that were written over by unknown ones."""
-        if values is not None:
-            for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
-                if isinstance(value, Tensor):
-                    vars(tensor)[_VALUES] = value
-            return
-        for tensor in _tensors(_written(func, args, kwargs)):
-            if (known := _known(tensor)) is not None:
-                known.untyped_storage().resize_(0)  # of all views of it
+
+def _places(index: Any) -> list[Any]:
+    """The indices that a real mask stands for, one for each of its dims."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    if not is_mask or isinstance(index, FakeTensor):
+        return [index]
+    with unset_fake_temporarily():
+        return list(index.nonzero().unbind(1))
 
 
-def _known(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor; None where they are not known, or not any more."""
-    values: Tensor | None = vars(tensor).get(_VALUES)
-    is_gone = values is not None and values.numel() and not values.untyped_storage().nbytes()
-    return None if is_gone else values
-
-
-def _has_known(tensor: Tensor) -> bool:
-    return _VALUES in vars(tensor) and _known(tensor) is not None
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator may write to."""
-    if func.namespace not in _DECLARES_WRITES:
-        return [*args, *kwargs.values()]
-    names = {
-        argument.name: index
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    return [args[index] if index < len(args) else kwargs.get(name) for name, index in names.items()]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _writes_to_first(func: Any) -> bool:
+    name: str = func._overloadpacket.__name__
+    return func.namespace == "aten" and name.endswith("_")
 
 
 def _makes_known(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that is given no tensor makes integers, bools or zeros."""
+    """Whether an operator that is given no tensor makes indices or a mask; codes have 8 bits."""
     dtype = kwargs.get("dtype")
-    if dtype is None:
-        return func._overloadpacket in (_aten.arange, _aten.zeros)
-    is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    return is_integer or func._overloadpacket is _aten.zeros
-
-
-def _most_bytes(func: Any) -> int:
-    """The size up to which a result is known."""
-    return _MAX_ZEROS_BYTES if func._overloadpacket is _aten.zeros else _MAX_BYTES
-
-
-def _fake_like(values: Tensor) -> Tensor:
-    return torch.empty_strided(
-        values.shape, values.stride(), dtype=values.dtype, device=values.device
-    )
+    is_index = dtype in (torch.int64, torch.int32, torch.bool)
+    return is_index or (dtype is None and func._overloadpacket is _aten.arange)
 
 
 def _even_choices(chosen: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
@@ -241,10 +167,11 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
         RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
-    values = KnownValues()
+    values = RealIntegers()
     with few_for_all(), on_fake_ranks(num_ranks, values) as mesh:
         device = torch.device("cpu")
-        examples = stand_in(config, config.data.batch_size // num_ranks)
+        # random tokens are fake, so all are taken to differ
+        examples = stand_in(config, config.data.batch_size // num_ranks, seed=0)
         model = distribute(config, strategy, mesh, device)
         allocate(model, device)
         if strategy is Strategy.GYRE:
@@ -295,7 +222,7 @@ def _num_warm_up_tokens(config: TrainConfig) -> int:
 
 
 @contextmanager
-def on_fake_ranks(num_ranks: int, values: KnownValues | None = None) -> Iterator[DeviceMesh]:
+def on_fake_ranks(num_ranks: int, values: RealIntegers | None = None) -> Iterator[DeviceMesh]:
     """A context with a ring on which this process is rank 0; tensors made inside are fake.
 
     Args:
@@ -306,7 +233,7 @@ def on_fake_ranks(num_ranks: int, values: KnownValues | None = None) -> Iterator
     try:
         mesh = make_mesh("cpu")
         # `torch.tensor` on `meta` gives one that is not fake, as for scaled rotary frequencies.
-        with FakeTensorMode(allow_non_fake_inputs=True), values or KnownValues():
+        with FakeTensorMode(allow_non_fake_inputs=True), values or RealIntegers():
             yield mesh
     finally:
         dist.destroy_process_group()

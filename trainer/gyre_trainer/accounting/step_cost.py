@@ -17,13 +17,12 @@ from gyre_trainer.accounting.counters import (
     Timeline,
     Together,
 )
-from gyre_trainer.training.build import blocks_of, features_of
+from gyre_trainer.training.build import features_of
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.step import Stepper
 
 STEP = "step"
-BLOCK = "block"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +30,7 @@ class StepCost:
     """The cost of one step of one rank, after the first steps have allocated what lasts.
 
     Attributes:
-        timeline: its marks are "step", the phases of `gyre_trainer.training.step.Phase`, and BLOCK
-            where a block's forward or backward begins.
+        timeline: its marks are "step", and the phases of `gyre_trainer.training.step.Phase`.
         sent_bytes: bytes that this rank sent in the step.
         operations: floating-point operations of this rank in the step.
         assumes_even_routing: whether shapes depend on which experts tokens choose, and each expert
@@ -98,7 +96,6 @@ class _Observer:
         self._model = model
         self._live = live
         self._logits = ExitStack()
-        self._is_forward = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -108,7 +105,6 @@ class _Observer:
             with self._live.during(Category.OPTIMIZER):
                 yield
             return
-        self._is_forward = name == "forward"
         yield
         if name == "backward":
             self._logits.close()
@@ -118,23 +114,10 @@ class _Observer:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """A context: blocks are marked, and what the head and the loss allocate are logits."""
-        with ExitStack() as hooks:
-            for block in blocks_of(self._model):
-                hooks.callback(block.register_forward_pre_hook(self._begin_block).remove)
-                hooks.callback(block.register_forward_hook(self._end_block).remove)
-            hook = features_of(self._model).register_forward_hook(self._begin_logits)
-            hooks.callback(hook.remove)
-            yield
-
-    def _begin_block(self, block: nn.Module, args: Any) -> None:
-        if self._is_forward:  # else it is recomputed
-            self._live.mark(BLOCK)
-
-    def _end_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if first.requires_grad:
-            first.register_hook(lambda _: self._live.mark(BLOCK))
+        """A context: what the head and the loss allocate are logits."""
+        hook = features_of(self._model).register_forward_hook(self._begin_logits)
+        yield
+        hook.remove()
 
     def _begin_logits(self, norm: nn.Module, args: Any, output: Any) -> None:
         features = output if isinstance(output, Tensor) else output[0]
