@@ -12,9 +12,9 @@ must see the same folder.
 
 Adapters of peft in its own layout: `adapter_model.safetensors` and `adapter_config.json`.
 
-Each adapter of a `PeftModel` has a folder: "default" the given one, others one below it with their
-name. Adapters are whole on every rank, or sharded as other parameters are, such as those of
-`modules_to_save`; a rank reads and writes its own part of them.
+Each adapter has a folder: "default" the given one, others one below it with their name. They are
+whole on every rank, or sharded as other parameters are, such as those of `modules_to_save`; a rank
+reads and writes its own part of them.
 """
 
 import json
@@ -54,14 +54,16 @@ from gyre_trainer.shards.stored_weights import (
 from gyre_trainer.shards.tensor_files import StoredTensor, layout_of, read_header, read_regular
 
 _WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of names in the file: a `PeftModel` has the model there
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether this is a `PeftModel`; peft may not be installed."""
-    return any(
-        (each.__module__, each.__name__) == ("peft.peft_model", "PeftModel")
-        for each in type(model).__mro__
-    )
+    """Whether this is a `PeftModel`, or a model into which peft has put adapters."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def _is_peft_model(model: nn.Module) -> bool:
+    return hasattr(model, "get_base_model")
 
 
 def has_adapters(folder: Path) -> bool:
@@ -70,7 +72,7 @@ def has_adapters(folder: Path) -> bool:
 
 
 def load_adapters(model: nn.Module, folder: Path) -> None:
-    """Copy the weights of all adapters of a `PeftModel` into it; collective.
+    """Copy the weights of all adapters of a model into it; collective.
 
     Raises:
         CheckpointRejected: on every rank: a file is missing, damaged, or of other adapters.
@@ -89,7 +91,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
 
 
 def save_adapters(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write all adapters of a `PeftModel`, so that `PeftModel.from_pretrained` loads them.
+    """Write all adapters of a model, so that `PeftModel.from_pretrained` loads them.
 
     Collective. The weights below the adapters are not written, as in peft.
 
@@ -128,13 +130,14 @@ def _adapter_targets(model: nn.Module, name: str) -> list[Target]:
                 f"{key} of the adapter {name!r} is no parameter of the model, so it cannot be "
                 "saved by shards. Save it by peft's save_pretrained."
             )
-    return [target for key in chosen for target in targets_of({key: chosen[key]})]
+    prefix = "" if _is_peft_model(model) else _PREFIX
+    return [target for key in chosen for target in targets_of({prefix + key: chosen[key]})]
 
 
 def _describe(model: Any, name: str, folder: Path) -> None:
     """Write the settings of an adapter and the model's card, as peft does."""
     settings: Any = deepcopy(model.peft_config[name])
-    base = model.get_base_model()
+    base = model.get_base_model() if _is_peft_model(model) else model
     settings.inference_mode = True
     settings.base_model_name_or_path = (
         settings.base_model_name_or_path or vars(base).get("name_or_path") or None
@@ -144,7 +147,8 @@ def _describe(model: Any, name: str, folder: Path) -> None:
         kind = own_class(base)
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     settings.save_pretrained(str(folder), auto_mapping_dict=mapping)
-    model.create_or_update_model_card(str(folder))
+    if _is_peft_model(model):
+        model.create_or_update_model_card(str(folder))
 
 
 _log = logging.getLogger(__name__)
@@ -187,7 +191,7 @@ def load(
 
     Afterwards every parameter and persistent buffer has the values of the files, cast to its dtype.
     On `meta`, it is given memory first, and other buffers are computed by their constructors.
-    From a folder with adapters of peft, a `PeftModel` takes these alone.
+    From a folder with adapters of peft, a model with adapters takes these alone.
 
     Args:
         model: rotated or not.
@@ -240,7 +244,7 @@ def save_pretrained(
 ) -> None:
     """Write a model as `transformers` does; collective. The folder may exist.
 
-    Of a `PeftModel` its adapters alone are written, as peft does, each in one file.
+    Of a model with adapters these alone are written, as peft does, each in one file.
 
     Args:
         model: rotated or not. Where it has a `config` and a `generation_config` of transformers,

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from gyre_trainer import pretrained
 from gyre_trainer.training.library import LibraryConfig, library_model
-from gyre_trainer.training.lora import Lora, adapt, save_adapters
+from gyre_trainer.training.lora import Lora, adapt
 
 LLAMA = {
     "model_type": "llama",
@@ -27,11 +28,11 @@ def test_adapters_are_loaded_by_the_class_of_peft_for_their_model(
     base, out = tmp_path / "base", tmp_path / "adapters"
     model: Any = library_model(LibraryConfig(config=LLAMA))
     model.save_pretrained(base)
-    adapt(model, Lora(rank=2), seed=0)
+    adapt(model, Lora(rank=2), seed=0, base=str(base))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    save_adapters(model, Lora(rank=2), str(base), out)
+    pretrained.save_pretrained(model, out)
 
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(str(out))
     assert type(loaded).__name__ == "PeftModelForCausalLM"

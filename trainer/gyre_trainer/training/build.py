@@ -18,7 +18,7 @@ from gyre_trainer.training import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.gpt import GPT, GPTConfig
 from gyre_trainer.training.library import LibraryConfig, layers_of, library_model
-from gyre_trainer.training.lora import Lora, adapt, holds_adapters, load_adapters
+from gyre_trainer.training.lora import Lora, adapt, load_adapters
 from gyre_trainer.training.losses import LibraryLoss, Loss
 from gyre_trainer.training.rank_context import RankContext
 
@@ -156,7 +156,7 @@ def _sources(model: ModelConfig, given: Path | None) -> tuple[Path | None, Path 
             )
         return None, None
     own = Path(model.pretrained) if model.pretrained else None
-    if given is None or not holds_adapters(given):
+    if given is None or not pretrained.has_adapters(given):
         return given or own, None
     if not has_adapters(model):
         raise ConfigError(
@@ -212,7 +212,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> None:
         ConfigError: as `adapt`.
     """
     if isinstance(config.model, LibraryConfig) and config.model.lora.rank:
-        adapt(model, config.model.lora, config.run.seed)
+        adapt(model, config.model.lora, config.run.seed, config.model.pretrained)
         for parameter in model.parameters():
             if parameter.requires_grad and not config.optimizer.stochastic_rounding:
                 parameter.data = parameter.data.float()

@@ -8,10 +8,9 @@ import torch
 from gyre_trainer import pretrained
 from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.training import manifest, run_checkpoints
-from gyre_trainer.training.build import has_adapters, restored
+from gyre_trainer.training.build import restored
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.library import LibraryConfig
-from gyre_trainer.training.lora import save_adapters
 from gyre_trainer.training.rank_context import join_job
 
 
@@ -77,9 +76,4 @@ def export(config: TrainConfig, given: Export) -> None:
     """
     with join_job(config.run) as context:
         model, _ = restored(config, context, given.checkpoint)
-        if not has_adapters(config.model):
-            pretrained.save_pretrained(model, given.out, dtype=given.dtype)
-        elif context.rank == 0:
-            made = config.model
-            assert isinstance(made, LibraryConfig)
-            save_adapters(model, made.lora, made.pretrained, given.out)
+        pretrained.save_pretrained(model, given.out, dtype=given.dtype)
