@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotate import RotationPolicy, causal_loss, rotate_all
 from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.shards.layout import local_of
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import bytes_of_rows, whole
+from tests.distributed.training import bytes_of_rows
 
 Rules = dict[type[nn.Module] | str, Rule | None]
 NUM_STEPS = 3
@@ -103,16 +100,6 @@ def test_adapters_train_as_in_one_process(
     require_as_in_one_process(kind, ranks(num_ranks).run(trained_on_the_ring, kind, order))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("order", ["adapted, then rotated", "rotated, then adapted"])
-def test_adapters_train_exactly_where_backward_computes_again(
-    ranks: StartRanks, num_ranks: int, order: str
-) -> None:
-    policy = RotationPolicy(recompute="block")
-    found = ranks(num_ranks).run(trained_on_the_ring, "lora", order, policy)
-    require_as_in_one_process("lora", found)
-
-
 def require_as_in_one_process(
     kind: str, found: Sequence[tuple[list[float], dict[str, Tensor]]]
 ) -> None:
@@ -125,41 +112,6 @@ def require_as_in_one_process(
         assert parameters.keys() == adapters.keys()
         for name, expected in adapters.items():
             torch.testing.assert_close(parameters[name], expected, rtol=1e-4, atol=1e-7)
-
-
-BY_A_RULE: Rules = {"*.lora_?.default": LinearRule()}
-
-
-def rotated_too(policy: RotationPolicy, path: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Train adapters that rotate as the layers do, and save them in peft's layout."""
-    mesh, model = make_mesh("cpu"), adapted(llama(), "lora")
-    rotate_all(model, mesh=mesh, policy=policy, rules=BY_A_RULE)
-    adapters = [p for p in model.parameters() if p.requires_grad]
-    assert sum(local_of(p).numel() for p in adapters) < 0.6 * sum(p.numel() for p in adapters)
-    losses, trained_ones = trained(model, dist.get_rank(), mesh.size())
-    pretrained.save_pretrained(model, path)
-    return losses, {name: whole(each) for name, each in trained_ones.items()}
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(PLAIN, id="by slices"),
-        pytest.param(RotationPolicy(recompute="block"), id="recomputed"),
-    ],
-)
-def test_adapters_that_a_rule_rotates_train_as_in_one_process(
-    ranks: StartRanks, tmp_path: Path, num_ranks: int, policy: RotationPolicy
-) -> None:
-    import peft
-
-    found = ranks(num_ranks).run(rotated_too, policy, tmp_path)
-    require_as_in_one_process("lora", found)
-    model = peft.PeftModel.from_pretrained(llama(), str(tmp_path), autocast_adapter_dtype=False)
-    saved_ones = dict(model.named_parameters())
-    for name, parameter in found[0][1].items():
-        assert torch.equal(saved_ones[name], parameter)
 
 
 def bytes_of_a_step(rules: Rules | None = None) -> int:
@@ -194,13 +146,6 @@ def test_frozen_weights_travel_without_gradients(ranks: StartRanks) -> None:
             expected + bytes_of_rows(rows, rank, shape, weight=8, grad=0)
             for rank in range(num_ranks)
         ]
-
-
-def test_adapters_that_rotate_send_weights_twice_and_gradients_once(ranks: StartRanks) -> None:
-    adapters = sum(p.numel() for p in adapted(llama(), "lora").parameters() if p.requires_grad)
-    without = ranks(2).run(bytes_of_a_step)
-    # over both ranks: the three rows of an adapter are cut into two and one
-    assert sum(ranks(2).run(bytes_of_a_step, BY_A_RULE)) == sum(without) + 8 * 3 * adapters
 
 
 def saved(path: Path) -> Tensor:

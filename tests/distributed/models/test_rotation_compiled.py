@@ -86,20 +86,6 @@ def test_all_blocks_and_slices_share_one_graph_of_each_kind(ranks: StartRanks) -
         assert num_graphs == [2] * NUM_STEPS  # attention and MLP
 
 
-def test_compiled_slices_round_as_others_do_under_autocast(ranks: StartRanks) -> None:
-    single = replace(VARIANT, dtype=torch.float32)
-    plain = ranks(2).run(train_under_autocast, single)
-    for of_compiled, (apart, _) in zip(
-        ranks(2).run(train_under_autocast, compiled(single)), plain, strict=True
-    ):
-        assert of_compiled.num_graphs == [2] * NUM_STEPS
-        assert 0 < of_compiled.apart <= 1.5 * apart
-
-
-def train_under_autocast(variant: Variant) -> Trained:
-    return train(variant, autocast=True)
-
-
 def train_family(compiled: str, family: str = "Llama", num_layers: int = 2) -> Trained:
     """Train a model of the library, compiled as a whole, block by block, or slice by slice."""
     warnings.simplefilter("ignore")  # the compiler's own, of what it traces in the library

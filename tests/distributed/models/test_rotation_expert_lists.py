@@ -7,9 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from gyre_trainer.accounting.counters import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.recomputed_layers import RecomputedLayer
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
@@ -188,11 +186,6 @@ def test_experts_without_tokens_on_some_ranks(
         require_exact(ranks(num_ranks), family, policy, avoid)
 
 
-def test_experts_alone_are_trained(ranks: StartRanks) -> None:
-    sizes = {"num_hidden_layers": 1}
-    require_exact(ranks(2), "Qwen3Moe", LAYERS, avoid_and_freeze, sizes)
-
-
 @pytest.mark.models
 @pytest.mark.parametrize("prepare", [as_it_is, avoid, avoid_and_freeze])
 @pytest.mark.parametrize("policy", ALL_WAYS.values(), ids=ALL_WAYS)
@@ -205,69 +198,9 @@ def test_families_in_all_ways(
             require_exact(ranks(num_ranks), family, policy, prepare)
 
 
-@pytest.mark.models
-@pytest.mark.parametrize("policy", [BLOCKS, LAYERS], ids=["blocks", "layers"])
-def test_experts_whose_layers_rotate_one_by_one(ranks: StartRanks, policy: RotationPolicy) -> None:
-    for family in ("Mixtral", "Qwen2Moe", "Glm4Moe"):
-        require_exact(ranks(2), family, policy, avoid, find_blocks=False)
-
-
 def test_shared_experts_follow_all_routed_ones(ranks: StartRanks) -> None:
     """Without recomputation, too, all ranks call them in one order."""
     require_exact(ranks(2), "Glm4Moe", RotationPolicy(), avoid)
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
-def test_one_expert_of_a_token_and_a_loss_of_the_router(ranks: StartRanks, family: str) -> None:
-    sizes = {"num_experts_per_tok": 1, "router_aux_loss_coef": 0.3}
-    require_exact(ranks(3), family, LAYERS, avoid, sizes, output_router_logits=True)
-
-
-def test_noise_before_the_router_is_the_same_again(ranks: StartRanks) -> None:
-    require_exact(ranks(2), "Mixtral", LAYERS, as_it_is, {"router_jitter_noise": 0.3})
-
-
-def test_outputs_that_are_not_weighted_at_once_are_exact(ranks: StartRanks) -> None:
-    require_exact(ranks(2), "DeepseekV2")
-
-
 NUM_TOKENS, WIDTH = 64, 32
-WIDE = {
-    "hidden_size": WIDTH,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 2,
-}
-
-
-def costs(family: str, policy: RotationPolicy) -> tuple[float, int, int]:
-    """What a layer more keeps, in inputs of a layer; bytes sent; parameters of its matrices."""
-    kept, mesh = [], make_mesh("cpu")
-    for depth in (2, 3):
-        model = built(family, **WIDE, num_hidden_layers=depth)
-        rotate_all(model, mesh=mesh, policy=policy)
-        rows = torch.randint(1, VOCABULARY, (4, NUM_TOKENS // 4))
-        model(input_ids=rows, labels=rows).loss.backward()
-        before = ring_of(mesh).bytes_sent
-        with LiveBytes() as live:
-            live.label(Category.PARAMETERS, model.parameters())
-            start = live.total
-            loss = model(input_ids=rows, labels=rows).loss
-            kept.append(live.total - start)
-            loss.backward()
-        sent = ring_of(mesh).bytes_sent - before
-    layers = model.model.layers.named_parameters()
-    numel = sum(p.numel() for n, p in layers if p.ndim > 1)
-    return (kept[1] - kept[0]) / (NUM_TOKENS * WIDTH * 8), sent, numel
-
-
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
-def test_inputs_of_layers_are_kept_and_whole_layers_travel_again(
-    ranks: StartRanks, family: str
-) -> None:
-    for blocks, layers in zip(
-        ranks(2).run(costs, family, BLOCKS), ranks(2).run(costs, family, LAYERS), strict=True
-    ):
-        assert layers[0] < 1.2
-        assert layers[1] - blocks[1] == blocks[2] * 8 / 2  # half of each matrix

@@ -103,19 +103,16 @@ def distance(
     return off
 
 
+@pytest.mark.parametrize("scales", [True, False])
 @pytest.mark.parametrize("policy", [RotationPolicy(), LAYERS], ids=["kept", "layers"])
-def test_ranks_without_tokens_for_any_expert(ranks: StartRanks, policy: RotationPolicy) -> None:
-    """From the first step on, in a later one, and on all ranks at first."""
+def test_ranks_without_tokens_for_any_expert(
+    ranks: StartRanks, policy: RotationPolicy, scales: bool
+) -> None:
+    """From the first step on, in a later one, and on all ranks at first.
+
+    Without ``scales``, the loss of a rank without tokens does not depend on the router.
+    """
     none, first, second, both = (False, False), (True, False), (False, True), (True, True)
     for steps in ([first, second], [none, second, first, none], [both, first, none]):
-        for off in ranks(2).run(partial(distance, steps, policy)):
-            assert off <= 1e-12, steps
-
-
-@pytest.mark.parametrize("policy", [RotationPolicy(), LAYERS], ids=["kept", "layers"])
-def test_a_router_that_only_experts_lead_to(ranks: StartRanks, policy: RotationPolicy) -> None:
-    """Where a rank's tokens choose no expert, its loss does not depend on the router."""
-    none, first, second, both = (False, False), (True, False), (False, True), (True, True)
-    for steps in ([first, second], [none, second, first, none], [both, first, none]):
-        for off in ranks(2).run(partial(distance, steps, policy, scales=False)):
+        for off in ranks(2).run(partial(distance, steps, policy, scales=scales)):
             assert off <= 1e-12, steps

@@ -1,13 +1,11 @@
 """Transformers' models that are built on `meta` get the values of their own `_init_weights`."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import pretrained
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate_all
 from torch import Tensor, nn
@@ -122,16 +120,6 @@ def require_equal(family: str, found: dict[str, Tensor], expected: dict[str, Ten
         assert torch.equal(found[name], value), f"{family}: {name}"
 
 
-def test_stored_weights_of_an_encoder_load_on_meta(tmp_path: Path) -> None:
-    expected = by_the_library("Bert")
-    expected.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = made("Bert")
-    pretrained.load(model, tmp_path)
-    require_equal("Bert", dict(model.named_parameters()), dict(expected.named_parameters()))
-    require_equal("Bert", dict(model.named_buffers()), dict(expected.named_buffers()))
-
-
 def test_values_that_replace_the_data_of_a_parameter_are_taken() -> None:
     """As ViT does in half precision: it draws in float32 and assigns the rounded values."""
     with torch.device("meta"):
@@ -203,48 +191,3 @@ class Draws(nn.Module):
             nn.init.zeros_(module.bias)
         else:
             nn.init.orthogonal_(self.square.weight)
-
-
-def test_values_of_all_functions_of_torch_are_taken() -> None:
-    with torch.device("meta"):
-        model = Draws()
-    materialize(model, seed=SEED)
-    expected = Draws()
-    torch.manual_seed(SEED)
-    expected.apply(expected._init_weights)
-    require_equal("Draws", dict(model.named_parameters()), dict(expected.named_parameters()))
-
-
-class Positions(nn.Module):
-    """Keeps no configuration; one of another size would make other buffers."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.table = nn.Embedding(config.num_places, 2)
-        self.first = getattr(config, "first", 0)
-        places = torch.arange(self.first, self.first + config.num_places)
-        self.register_buffer("places", places, persistent=False)
-
-
-class Configured(nn.Module):
-    def __init__(self, config: Any, config_inside: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.inner = nn.ModuleDict({"positions": Positions(config_inside)})
-
-
-def test_buffers_of_another_configuration_are_refused() -> None:
-    config, other = SimpleNamespace(num_places=3), SimpleNamespace(num_places=4)
-    with torch.device("meta"):
-        model, wrong = Configured(config, config), Configured(other, config)
-        unlike = Configured(SimpleNamespace(), config)
-        later = Configured(config, SimpleNamespace(num_places=3, first=5))
-    materialize(model, seed=0)
-    positions: Any = model.inner["positions"]
-    assert positions.places.tolist() == [0, 1, 2]
-    assert positions.table.weight.shape == (3, 2)
-    for each in (wrong, unlike, later):
-        with pytest.raises(
-            RotationError, match=r"inner\.positions\.places is on meta, and Positions"
-        ):
-            materialize(each, seed=0)

@@ -118,24 +118,6 @@ def biased() -> Case:
     return Case(GivesBias(), (x(),))
 
 
-class Remembers(nn.Module):
-    """Has a state that is no buffer: each call reads it and leaves another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.state = nn.Linear(DIM, 8), nn.Linear(8, DIM), torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = (self.up(x) * (1 + self.state)).tanh()
-        self.state = self.state + 0.5
-        output: Tensor = self.down(hidden).tanh()
-        return output
-
-
-def remembers() -> Case:
-    return Case(nn.Sequential(Remembers(), Remembers()), (x(),))
-
-
 CASES = {"in place": in_place, "normed": normed, "returns": returns, "biased": biased}
 
 
@@ -177,12 +159,6 @@ def test_batch_norm_computes_in_half_precision(ranks: StartRanks) -> None:
         assert found["1.running_var"].dtype == torch.float32
         for name, value in expected.items():
             torch.testing.assert_close(found[name].to(value.dtype), value, rtol=0.1, atol=0.02)
-
-
-def test_a_state_beside_blocks_is_that_of_the_call(ranks: StartRanks) -> None:
-    policy = RotationPolicy(recompute="block")
-    for found in ranks(2).run(distances, {"remembers": remembers}, policy):
-        assert found["remembers"] <= 1e-12
 
 
 def told() -> list[str]:

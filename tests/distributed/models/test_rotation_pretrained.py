@@ -18,9 +18,9 @@ from gyre_trainer.accounting.counters import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, RotationError
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotate import materialize, rotate_all
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.shards.layout import local_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -345,54 +345,3 @@ def test_names_in_files_are_those_of_the_library(
     again = type(plain).from_pretrained(tmp_path / "target")
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, expected[name])
-
-
-def test_the_first_names_of_norms_are_known(tmp_path: Path) -> None:
-    """The files of the first BERT have them, and names of the model without its head's prefix."""
-    from transformers import BertConfig, BertModel
-
-    make: Any = BertModel
-    config: Any = BertConfig
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
-    plain, model = (make(config(num_hidden_layers=1, **sizes)) for _ in range(2))
-    stored = {f"bert.{name}": tensor + 0.5 for name, tensor in plain.state_dict().items()}
-    for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
-        stored = {name.replace(new, old): tensor for name, tensor in stored.items()}
-    save_file(stored, tmp_path / "model.safetensors")
-    pretrained.load(model, tmp_path)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, plain.state_dict()[name] + 0.5)
-
-
-def without_a_head(source: Path) -> tuple[str, list[str], bool]:
-    """What is said where a rotated model on `meta` has no value of a head; then after values."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    make: Any = BertForSequenceClassification
-    with torch.device("meta"):
-        model = make(BertConfig.from_pretrained(source))
-    rotate_all(model, mesh=make_mesh("cpu"))
-    try:
-        pretrained.load(model, source, strict=False)
-        said = ""
-    except CheckpointRejected as error:
-        said = str(error)
-    materialize(model, seed=1)
-    missing, _ = pretrained.load(model, source, strict=False)
-    is_finite = all(local_of(each).isfinite().all() for each in model.parameters())
-    return said, missing, is_finite
-
-
-def test_a_rotated_model_takes_no_new_head_without_values(
-    ranks: StartRanks, tmp_path: Path
-) -> None:
-    import transformers
-
-    library: Any = transformers
-    sizes = {"hidden_size": 12, "intermediate_size": 24, "num_attention_heads": 2}
-    described = library.BertConfig(**sizes, num_hidden_layers=1, vocab_size=40)
-    library.BertModel(described).save_pretrained(tmp_path)
-    for said, missing, is_finite in ranks(2).run(without_a_head, tmp_path):
-        assert "has no classifier.weight, and 1 more, and the model has no value of it yet" in said
-        assert missing == ["classifier.weight", "classifier.bias"]
-        assert is_finite

@@ -40,33 +40,6 @@ def test_weights_are_as_near_as_stated(to: Format, error: float, group: int) -> 
     assert not decoded(torch.zeros(2, 3), to).any()
 
 
-@pytest.mark.parametrize("to", ["int8", "nf4"])
-def test_what_can_be_encoded_exactly_comes_back(to: Format) -> None:
-    exact = decoded(WEIGHTS, to)
-    torch.testing.assert_close(decoded(exact, to), exact)
-
-
-def odd_rows(to: Format) -> bool:
-    """Whether a layer of few rows in bfloat16 computes as with its decoded weights."""
-    layer = nn.Linear(5, 7, dtype=torch.bfloat16).requires_grad_(False)
-    with torch.no_grad():
-        layer.weight.copy_(WEIGHTS[:7, :5])
-        layer.bias.copy_(WEIGHTS[0, :7])
-    weight, bias = decoded(layer.weight, to), layer.bias.clone()
-    mesh, model = make_mesh("cpu"), nn.Sequential(layer)
-    rotate_all(model, mesh=mesh)
-    quantize_frozen(model, to, mesh=mesh)
-    x = WEIGHTS[:3, 5:10].bfloat16()
-    return torch.equal(model(x), nn.functional.linear(x, weight, bias))
-
-
-@pytest.mark.parametrize(("num_ranks", "to"), [(2, "int8"), (3, "nf4")])
-def test_a_bias_of_half_precision_may_have_any_number_of_rows(
-    ranks: StartRanks, num_ranks: int, to: Format
-) -> None:
-    assert ranks(num_ranks).run(odd_rows, to) == [True] * num_ranks
-
-
 def quantized(to: Format, order: str) -> tuple[Any, Any, list[str]]:
     """A rotated Llama with adapters, its mesh, and what was encoded."""
     mesh, model = make_mesh("cpu"), llama()

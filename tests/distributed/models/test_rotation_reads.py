@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import ReadRule, RotationPolicy, rotate_all
 from gyre_trainer.rotation.call import cast
@@ -24,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.reading import BATCH, CASES, DIM, TIME
 from tests.distributed.training import distance, whole, whole_parameters
@@ -105,49 +102,6 @@ def test_what_is_read_trains_exactly(ranks: StartRanks, name: str, num_ranks: in
     found = ranks(num_ranks).run(trained_here, name)
     require_equal(found, trained(name))
     assert {run.num_whole for run in found} == {CASES[name].num_whole}
-
-
-@pytest.mark.parametrize("name", ["checkpoint"])
-def test_half_precision_stays_close(ranks: StartRanks, name: str) -> None:
-    half = RotationPolicy(compute_dtype=torch.bfloat16, recompute="block")
-    expected = trained(name)
-    for rank, run in enumerate(ranks(2).run(partial(trained_here, policy=half), name)):
-        for one, other in zip(run.outputs, expected.outputs, strict=True):
-            assert one.dtype == torch.bfloat16
-            assert apart(one.double(), other.chunk(2)[rank]) < 3e-2
-
-
-def hops_and_bytes(name: str) -> tuple[int, int, int, int]:
-    """Hops and bytes of a step and of an evaluation."""
-    torch.manual_seed(0)
-    model, mesh = CASES[name].build(), make_mesh("cpu")
-    rotate_all(model, mesh=mesh, rules=CASES[name].read_rules())
-    ring, hops = ring_of(mesh), [0]
-    shift = ring.shift
-
-    def counted(*args: Any) -> Any:
-        hops[0] += 1
-        return shift(*args)
-
-    ring.shift = counted  # type: ignore[method-assign, assignment]
-    before = ring.bytes_sent
-    model(torch.rand(2, TIME, DIM)).sum().backward()
-    step = hops[0], ring.bytes_sent - before
-    with torch.no_grad():
-        model(torch.rand(2, TIME, DIM))
-    del ring.shift
-    return *step, hops[0] - step[0], ring.bytes_sent - before - step[1]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_loop_reads_what_was_gathered_once(ranks: StartRanks, num_ranks: int) -> None:
-    """Two matrices and a layer: weights travel twice in a step, gradients once."""
-    matrix, layer = 4 * DIM * DIM // num_ranks, 4 * (DIM * DIM + DIM) // num_ranks
-    for hops, sent, hops_evaluated, evaluated in ranks(num_ranks).run(hops_and_bytes, "loop"):
-        one = num_ranks - 1
-        assert (hops, hops_evaluated) == (9 * one, 3 * one)
-        assert sent == 3 * (2 * matrix + layer) * one
-        assert evaluated == (2 * matrix + layer) * one
 
 
 class Large(nn.Module):

@@ -86,18 +86,6 @@ def test_gradients_are_the_same_and_less_is_kept(ranks: StartRanks, family: str)
         assert any(line.startswith(begin) for line in lines)
 
 
-def dropped() -> float:
-    """How far T5's gradients with dropout are off."""
-    blocks, *_ = step("T5", BLOCKS, dropout_rate=0.1)
-    layers, *_ = step("T5", LAYERS, dropout_rate=0.1)
-    return max(apart(layers[name], blocks[name]) for name in blocks)
-
-
-def test_masks_are_the_same_again(ranks: StartRanks) -> None:
-    for off in ranks(2).run(dropped):
-        assert off <= 1e-12
-
-
 def recomputed(find_blocks: bool) -> list[str]:
     model = made("Mixtral", num_hidden_layers=NUM_LAYERS)
     rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS, find_blocks=find_blocks)
@@ -138,36 +126,6 @@ class Dropping(nn.Module):
         elif self.then == "squares":
             y = y.square()
         return x + y
-
-
-def with_layers(then: str, policy: RotationPolicy) -> tuple[dict[str, Tensor], int]:
-    """Gradients of a third step, and the bytes that were sent in it."""
-    torch.manual_seed(1)
-    layers = nn.ModuleList(Dropping(then) for _ in range(2))
-    model, mesh = nn.ModuleDict({"layers": layers}).double(), make_mesh("cpu")
-    rotate_all(model, mesh=mesh, policy=policy)
-    sent = []
-    for _ in range(3):
-        torch.manual_seed(dist.get_rank())
-        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-        model.zero_grad()
-        before = ring_of(mesh).bytes_sent
-        y = x
-        for layer in layers:
-            y = layer(y)
-        y.sin().sum().backward()  # type: ignore[no-untyped-call]
-        sent.append(ring_of(mesh).bytes_sent - before)
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, sent[-1]
-
-
-def off_by(then: str) -> float:
-    (blocks, _), (layers, _) = with_layers(then, BLOCKS), with_layers(then, LAYERS)
-    return max(apart(layers[name], blocks[name]) for name in blocks)
-
-
-def test_values_of_a_last_block_that_backward_needs_are_computed_again(ranks: StartRanks) -> None:
-    for then in ("", "reads", "squares"):
-        assert ranks(2).run(off_by, then) == [0.0] * 2, then
 
 
 class Counting(Dropping):

@@ -19,7 +19,6 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import made
 from tests.distributed.models.test_rotation_adapters import llama, tokens
 from tests.distributed.models.test_rotation_causal_loss import Large
-from tests.distributed.training import whole_parameters
 
 NUM_STEPS = 4
 
@@ -64,35 +63,6 @@ def trained(
     trainer = ShardedTrainer(model, args, train_dataset=rows, eval_dataset=rows[:6])
     trainer.train(resume_from_checkpoint=resume)
     return [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
-
-
-def best_of_a_run(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of evaluation, and the parameters after the run."""
-    with torchrun():
-        model = llama()
-        rotate_all(model, mesh=make_mesh("cpu"))
-        losses = trained(
-            model,
-            folder,
-            eval_strategy="steps",
-            eval_steps=1,
-            load_best_model_at_end=True,
-            greater_is_better=True,  # so that the last model is not the best
-        )
-        return losses, whole_parameters(model)
-
-
-def test_the_best_model_is_loaded_at_the_end(ranks: StartRanks, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    for losses, parameters in ranks(2).run(best_of_a_run, tmp_path):
-        step = losses.index(max(losses)) + 1
-        assert len(losses) == NUM_STEPS > step
-        folder = tmp_path / f"checkpoint-{step}"
-        best: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        expected = dict(best.named_parameters())
-        assert parameters.keys() == expected.keys()
-        assert all(torch.equal(parameters[name], expected[name]) for name in expected)
 
 
 def adapted(base: Any, modules_to_save: list[str] | None) -> Any:

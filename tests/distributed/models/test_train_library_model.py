@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.pretrained import save_pretrained
-from gyre_trainer.rotate import plan_of
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.training.build import add_adapters, build_model, loss_of
+from gyre_trainer.training.build import build_model, loss_of
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.rank_context import RankContext
@@ -53,13 +51,6 @@ def train(folder: Path, out: Path) -> list[float]:
     sums, model = trained(config(folder))
     save_pretrained(model, out)
     return sums
-
-
-def train_adapters(settings: TrainConfig) -> tuple[list[float], set[tuple[str, str]]]:
-    """As `train`, with adapters; and which modules of an expert layer's MLP a rule cuts."""
-    sums, model = trained(settings)
-    entries = plan_of(model).entries
-    return sums, {(each.path, each.rule) for each in entries if ".1.mlp" in each.path}
 
 
 def trained(settings: TrainConfig) -> tuple[list[float], nn.Module]:
@@ -112,24 +103,6 @@ def test_adapters_of_an_earlier_run_are_taken_or_refused_with_what_differs(
         assert "it has adapters, but `model.lora` has rank 0" in of_none
 
 
-def test_attention_gets_no_mask_of_all_pairs_of_tokens() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    library: Any = AutoModelForCausalLM
-    model = library.from_config(AutoConfig.for_model("llama", **SHAPE))
-    masks = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    tokens = rows(0)[:, :-1]
-    loss = loss_of(model)(tokens, tokens)
-    assert masks == [None, None]  # of the comparison with the library, and of the loss
-    logits = model(input_ids=tokens).logits
-    assert float(loss.detach()) == pytest.approx(
-        float(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).detach())
-    )
-
-
 @pytest.mark.parametrize(("family", "apart"), [("llama", True), ("rwkv", False)])
 def test_packed_documents_do_not_see_each_other_where_the_family_can_do_that(
     family: str, apart: bool
@@ -171,26 +144,6 @@ def test_a_pretrained_model_trains_as_in_one_process_and_goes_back(
         torch.testing.assert_close(
             after(rows(9)).logits, alone(rows(9)).logits, rtol=1e-3, atol=1e-4
         )
-
-
-def test_stacked_experts_rotate_beside_adapters(tmp_path: Path, ranks: StartRanks) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(5)
-    library: Any = AutoModelForCausalLM
-    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
-    alone = library.from_config(AutoConfig.for_model("gpt_oss", **SHAPE, **experts))
-    alone.save_pretrained(tmp_path)
-    settings = config(tmp_path, rank=2, targets=("q_proj", "o_proj"))
-    found = ranks(2).run(train_adapters, settings)
-    for name, parameter in alone.named_parameters():  # frozen layers rest in bfloat16
-        if "norm" not in name and "sinks" not in name:
-            parameter.data = parameter.data.bfloat16().float()
-    add_adapters(alone, settings)
-    (optimizer,) = build_optimizers(alone, settings)
-    require_as_alone([sums for sums, _ in found], alone, optimizer)
-    for _, rules in found:
-        assert ("model.layers.1.mlp.experts", "ExpertsRule") in rules
 
 
 def require_as_alone(sums: list[list[float]], alone: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,6 @@
 """Refused modules: every rank raises an error that names module, parameter or rank."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -129,11 +128,6 @@ def integers_that_travel() -> None:
     RotationPolicy(grad_dtype=torch.int8)
 
 
-def removed_arguments() -> None:
-    old: dict[str, Any] = {"recompute": True, "bundle_numel": 0, "dropout": "equal"}
-    RotationPolicy(**old)
-
-
 def buffer_on_meta() -> None:
     with torch.device("meta"):
         model = nn.BatchNorm1d(4)
@@ -147,7 +141,6 @@ def unknown_parameter() -> None:
 
 
 REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
-    (removed_arguments, RotationError, ['write recompute="block" and rotate_all(min_numel=']),
     (loaded_whole, RotationError, ["plain tensor", "pretrained.load", "set_model_state_dict"]),
     (flattened, RotationError, ["cut unevenly over 2 ranks", "AdamW8bit", "ShardedTrainer"]),
     (torchs_adafactor, RotationError, ["Take gyre_trainer.rotate.Adafactor"]),

@@ -12,13 +12,11 @@ in every hop (test_rotation_schedule); and checkpoints for other numbers of rank
 """
 
 from dataclasses import replace
-from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule
@@ -32,7 +30,6 @@ from tests.distributed.training import (
     Variant,
     batch,
     build,
-    bytes_of_rows,
     default_dtype,
     distance,
     rotated_gpt,
@@ -228,42 +225,3 @@ def gradients_after_inference() -> bool:
 
 def test_inference_mode_leaves_buffers_that_training_can_use(ranks: StartRanks) -> None:
     assert all(ranks(NUM_RANKS).run(gradients_after_inference))
-
-
-def accumulated_gradients() -> float:
-    """The distance of the gradients of three backwards from one process's."""
-    model = rotated_gpt(VARIANT)
-    alone = reference(model)
-    for step in range(3):
-        data = batch(step, VARIANT.config.vocab_size)
-        backward(model.loss(*mine(data)))
-        backward(alone.loss(*data))
-    return distance(gradients(model), gradients(alone))
-
-
-def test_accumulation_adds_to_gradients(ranks: StartRanks) -> None:
-    assert max(ranks(NUM_RANKS).run(accumulated_gradients)) <= 1e-12
-
-
-def evaluation_bytes() -> list[int]:
-    model = rotated_gpt(VARIANT)
-    ring = ring_of(make_mesh("cpu"))
-    sent = []
-    for _ in range(2):
-        before = ring.bytes_sent
-        with torch.no_grad():
-            model.loss(*mine(batch(0, VARIANT.config.vocab_size)))
-        sent.append(ring.bytes_sent - before)
-    return sent
-
-
-def test_evaluation_sends_each_weight_once(ranks: StartRanks) -> None:
-    rotated = sum(
-        p.numel() for name, p in build(VARIANT.config).named_parameters() if "norm" not in name
-    )
-    shape = VARIANT.config.vocab_size, VARIANT.config.dim
-    slices = 8 * (rotated - prod(shape)) * (NUM_RANKS - 1) // NUM_RANKS
-    tokens = batch(0, VARIANT.config.vocab_size)[0].chunk(NUM_RANKS)
-    for rank, sent in enumerate(ranks(NUM_RANKS).run(evaluation_bytes)):
-        rows = bytes_of_rows(tokens, rank, shape, weight=8, grad=0)
-        assert sent == [slices + rows] * 2

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
@@ -91,56 +90,6 @@ def test_hooks_inside_of_a_block_that_rotates_are_refused(ranks: StartRanks) -> 
         assert len(messages) == 3
         for message in messages:
             assert message.startswith("a hook was registered inside of Perceptron")
-
-
-def doubled_by_hooks() -> float:
-    """How far gradients are from twice as large ones, whose hooks are there at the first call."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model, plain = rotated(), made()
-    calls: list[Tensor] = []
-
-    def doubled(grad: Tensor) -> Tensor:
-        calls.append(grad)
-        return 2 * grad
-
-    for parameter in model.parameters():
-        parameter.register_hook(doubled)
-    model(tokens_of(rank)).sin().sum().backward()
-    losses = [plain(tokens_of(each)).sin().sum() for each in range(size)]
-    torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-    assert len(calls) == len(list(model.parameters()))
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(float((whole(one.grad) - 2 * other.grad).abs().max()) for one, other in pairs)
-
-
-def test_hooks_on_gradients_are_no_part_of_what_is_verified(ranks: StartRanks) -> None:
-    assert max(ranks(2).run(doubled_by_hooks)) < 1e-12
-
-
-def autocast_apart(recompute: bool) -> float:
-    """How far a first step under autocast is from the plain model's under it, in its norm."""
-    model, plain = made(torch.float32, 256), made(torch.float32, 256)
-    rotate_all(
-        model,
-        mesh=make_mesh("cpu"),
-        policy=RotationPolicy(recompute="block" if recompute else "none"),
-        rules=RULES,
-    )
-    losses = []
-    for each in (model, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            losses.append(each(tokens_of(0)).float().square().mean())
-        losses[-1].backward()
-    one, other = whole(model.blocks[0].up.weight.grad), plain.blocks[0].up.weight.grad
-    assert torch.allclose(losses[0], losses[1], rtol=1e-2)
-    return float((one - other).norm() / other.norm())
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_blocks_are_verified_under_autocast_as_precisely_as_it_computes(
-    ranks: StartRanks, recompute: bool
-) -> None:
-    assert max(ranks(2).run(autocast_apart, recompute)) < 2e-2
 
 
 def trained_after_inference() -> float:

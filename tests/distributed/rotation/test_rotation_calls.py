@@ -3,45 +3,12 @@
 import torch
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate
-from torch import Tensor, nn
+from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.rotate import rotate
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import _get_current_function_mode_stack
 
 from tests.distributed.conftest import StartRanks
-
-
-class Watched(MLP):
-    """An MLP that notes how many modes see torch's functions while it runs."""
-
-    seen: list[int]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(len(_get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
-        return super().forward(x)
-
-
-def modes_of_calls(policy: RotationPolicy) -> dict[str, list[int]]:
-    """The number of modes in each visit of a forward with gradients, and of one without."""
-    mlp = Watched(4, 6)
-    mlp.seen = []
-    rotate(mlp, mesh=make_mesh("cpu"), policy=policy, rule=MLPRule())
-    mlp(torch.ones(2, 4))  # the first call is checked, and so makes others
-    found = {}
-    for name, mode in (("with", torch.enable_grad()), ("without", torch.no_grad())):
-        mlp.seen = []
-        with mode:
-            mlp(torch.ones(2, 4))
-        found[name] = mlp.seen
-    return found
-
-
-def test_only_visits_that_record_a_graph_watch_torchs_functions(ranks: StartRanks) -> None:
-    for found in ranks(2).run(modes_of_calls, RotationPolicy()):
-        assert found == {"with": [1, 1], "without": [0, 0]}
-    for found in ranks(2).run(modes_of_calls, RotationPolicy(recompute="block")):
-        assert found == {"with": [0, 0], "without": [0, 0]}
 
 
 def refusal_after(what: str) -> str:

@@ -214,8 +214,6 @@ CASES = {
     "Conv2d, circular, in 3 groups": partial(
         conv, nn.Conv2d, 12, 5, 5, groups=3, padding=1, padding_mode="circular"
     ),
-    "Conv1d, groups that no cut respects": partial(conv, nn.Conv1d, 10, 8, groups=2, padding=1),
-    "Conv1d, by depth": partial(conv, nn.Conv1d, 18, 8, groups=6, bias=False),
     "Conv3d": partial(conv, nn.Conv3d, 5, 4, 3, 3),
     "embedding with padding": embedding,
     "fused head": partial(fused_head, 13, bias=True, tied=False),

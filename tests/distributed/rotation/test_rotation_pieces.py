@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import dataclass, replace
-from math import prod
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +21,6 @@ from tests.distributed.training import (
     Variant,
     batch,
     build,
-    bytes_of_rows,
     default_dtype,
     distance,
     rotated_gpt,
@@ -88,23 +86,6 @@ def test_pieces_change_nothing_but_the_size_of_the_buffers(
             assert torch.allclose(seen.logits, logits_alone(variant), rtol=1e-12, atol=1e-13)
             assert seen.outcome.losses == pytest.approx(alone.losses, rel=1e-12, abs=0)
             assert distance(seen.outcome.parameters, alone.parameters) <= 1e-12
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_pieces_send_no_more_bytes(ranks: StartRanks, num_ranks: int) -> None:
-    config = replace(LARGE, vocab_size=312)  # divides by ranks
-    rotated = sum(p.numel() for name, p in build(config).named_parameters() if "norm" not in name)
-    shape = config.vocab_size, config.dim
-    expected = 8 * 3 * (rotated - prod(shape)) * (num_ranks - 1) // num_ranks
-    for rank, seen in enumerate(ranks(num_ranks).run(trained_in_pieces, Variant(config))):
-        assert seen.num_rounds == [4, 4]
-        of_rows = [
-            bytes_of_rows(
-                batch(step, config.vocab_size)[0].chunk(num_ranks), rank, shape, weight=8, grad=8
-            )
-            for step in range(NUM_STEPS)
-        ]
-        assert seen.outcome.bytes_sent == [expected + each + 8 for each in of_rows]
 
 
 def logits_alone(variant: Variant) -> Tensor:

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.rotate import rotate, rotate_all
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rotated_module import own_class
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -135,48 +134,3 @@ def running_means() -> Tensor:
 def test_statistics_are_those_of_the_ranks_own_part(ranks: StartRanks) -> None:
     one, other = ranks(2).run(running_means)
     assert not torch.equal(one, other)
-
-
-def bytes_of_frozen_modules() -> list[int]:
-    """Bytes that one forward and backward send, for a trainable, a half frozen and a frozen MLP."""
-    ring = ring_of(make_mesh("cpu"))
-    sent = []
-    for frozen in ((), ("up",), ("up", "down")):
-        mlp = MLP(4, 8)
-        for name in frozen:
-            mlp.get_submodule(name).requires_grad_(False)
-        rotate(mlp, mesh=make_mesh("cpu"))
-        before = ring.bytes_sent
-        mlp(torch.randn(2, 4, requires_grad=True)).sum().backward()
-        sent.append(ring.bytes_sent - before)
-    return sent
-
-
-def test_gradients_of_frozen_parameters_do_not_travel(ranks: StartRanks) -> None:
-    slice_bytes = 4 * 2 * 4 * 8 // 2
-    assert (
-        ranks(2).run(bytes_of_frozen_modules)
-        == [[3 * slice_bytes, 5 * slice_bytes // 2, 2 * slice_bytes]] * 2
-    )
-
-
-def attention_that_is_kept_whole() -> bool:
-    """Whether outputs in training and evaluation equal those without rotation."""
-    x = torch.arange(48.0).view(2, 3, 8).sin()
-    model = nn.ModuleList([nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)])
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(1))
-    expected = model[0](x, x, x)[0].detach()
-    plan = rotate_all(model, mesh=make_mesh("cpu"), rules={nn.MultiheadAttention: None})
-    assert [entry.how for entry in plan.entries] == ["replicated", "replicated", "rotated"]
-    output = model[0](x, x, x)[0]
-    output.sum().backward()
-    assert all(parameter.grad is not None for parameter in model[0].parameters())
-    model.eval()
-    with torch.no_grad():
-        evaluated = model[0](x, x, x)[0]
-    return torch.equal(output, expected) and torch.allclose(evaluated, expected, atol=1e-6)
-
-
-def test_attention_can_be_kept_whole(ranks: StartRanks) -> None:
-    assert all(ranks(2).run(attention_that_is_kept_whole))

@@ -145,22 +145,6 @@ def _head_bytes(rank: int, num_ranks: int) -> int:
     return 8 * WIDTH * (3 * NUM_ROWS - left_out)
 
 
-def test_rows_travel_in_bfloat16_and_add_up_in_float32(ranks: StartRanks) -> None:
-    policy = RotationPolicy(torch.bfloat16)
-    _, grads = alone(2, {})
-    tokens = [tokens_of(rank, 2) for rank in range(2)]
-    for rank, (seen, again) in enumerate(ranks(2).run(looked_up, policy, {}, torch.float32)):
-        assert seen.logits.dtype == torch.bfloat16
-        for name, grad in seen.grads.items():
-            assert grad.dtype == torch.float32
-            assert torch.equal(grad, again.grads[name])
-            assert torch.allclose(grad.double(), grads[name], rtol=0.1, atol=0.1), name
-        sizes = [len(each) for each in torch.arange(NUM_ROWS).chunk(2)]
-        head = WIDTH * (2 * 2 * sizes[rank] + 4 * sizes[1 - rank])
-        rows = bytes_of_rows(tokens, rank, SHAPE, weight=2, grad=2)
-        assert seen.counted == [head + 2 * (rows + 4)] * 2
-
-
 def told_when_ranks_differ(when: str) -> str:
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=60))
@@ -198,17 +182,3 @@ def test_ranks_that_look_up_in_different_tables_are_told_which(
     for message in ranks(num_ranks).run_to_the_end(told_when_ranks_differ, when):
         assert f"rank 0 calls {first}" in message
         assert "calls one (" in message
-
-
-def refused_token(token: int) -> str:
-    model = made({})
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy())
-    with pytest.raises(IndexError) as refused:
-        model.embedding(torch.tensor([3, token]))
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("token", [-1, NUM_ROWS])
-def test_a_token_outside_of_the_embedding_is_named(ranks: StartRanks, token: int) -> None:
-    for told in ranks(2).run(refused_token, token):
-        assert told == f"token {token} is not in the embedding, which has {NUM_ROWS} rows"

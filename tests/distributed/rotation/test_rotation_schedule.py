@@ -4,7 +4,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import UNEVEN, Variant, batch, build, rotated_gpt, train_step
+from tests.distributed.training import UNEVEN, Variant, batch, rotated_gpt, train_step
 
 
 class Numbered(MLP):
@@ -210,38 +209,6 @@ def test_nothing_grows_and_no_buffer_is_made_after_the_first_step(
             # of weights and of gradients, two each where there are remote slices
             assert len(buffers) >= 2 * (num_ranks - 1)
             assert later == [(num_bytes, buffers)] * 3
-
-
-def what_is_averaged(frozen: tuple[str, ...]) -> list[int]:
-    """Elements of each all-reduce in a step of a model with several norms and biases."""
-    variant = Variant(UNEVEN, frozen=frozen)
-    model = rotated_gpt(variant)
-    loss = model.loss(
-        *(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(0, 37))
-    )
-    seen: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    with patch.object(dist, "all_reduce", noted):
-        loss.backward()  # type: ignore[no-untyped-call]
-    return seen
-
-
-@pytest.mark.parametrize("frozen", [(), ("blocks.0.mlp_norm",)])
-def test_replicated_gradients_are_averaged_in_one_all_reduce(
-    ranks: StartRanks, frozen: tuple[str, ...]
-) -> None:
-    norms = [(name, p.numel()) for name, p in build(UNEVEN).named_parameters() if "norm" in name]
-    assert len(norms) == 10
-    # of each also whether any rank has a gradient of it
-    numel = sum(numel + 1 for name, numel in norms if not name.startswith(frozen or "none"))
-    numel += len(norms)  # and of all whether each rank trains it
-    numel += 1  # and whether a rank wrote to parameters outside of a step
-    assert ranks(3).run(what_is_averaged, frozen) == [[numel]] * 3
 
 
 def what_a_model_leaves() -> list[tuple[bool, ...]]:

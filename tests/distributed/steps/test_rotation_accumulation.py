@@ -97,18 +97,3 @@ def test_a_model_that_is_not_rotated_is_refused() -> None:
         no_sync(nn.Linear(2, 2)),
     ):
         pass
-
-
-def leaves_no_trace_of_an_exception() -> bool:
-    """Whether the next backward averages gradients again after an exception inside `no_sync`."""
-    model = rotated_gpt(VARIANT)
-    try:
-        with no_sync(model), no_sync(model):
-            raise KeyError
-    except KeyError:
-        backward(model.loss(*mine(batch(0, VARIANT.config.vocab_size))))
-    return differs_among_ranks(model.norm)
-
-
-def test_after_an_exception_gradients_are_averaged_again(ranks: StartRanks) -> None:
-    assert ranks(2).run(leaves_no_trace_of_an_exception) == [False] * 2

@@ -1,25 +1,20 @@
 """Rotated training sends the fewest bytes, in the dtypes of the policy."""
 
-from dataclasses import replace
 from math import prod
 
 import pytest
-import torch
 from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.training.gpt import GPTConfig
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import (
     EVEN,
-    GATED_GROUPED,
-    NUM_STEPS,
     UNEVEN,
     Outcome,
     Variant,
     batch,
     build,
     bytes_of_rows,
-    train_alone,
     train_rotated,
 )
 
@@ -76,42 +71,3 @@ def _slice_numels(config: GPTConfig, index: int, num_ranks: int) -> int:
         columns = name.endswith((".o.weight", ".down.weight"))
         numel += prod(parameter.chunk(num_ranks, dim=1 if columns else 0)[index].shape)
     return numel
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_bfloat16_travels_and_stays_close(ranks: StartRanks, num_ranks: int) -> None:
-    exact = Variant(GATED_GROUPED, dtype=torch.float32)
-    rounded = replace(exact, policy=RotationPolicy(compute_dtype=torch.bfloat16))
-    alone = train_alone(exact)
-    plain, half = (ranks(num_ranks).run(train_rotated, variant)[0] for variant in (exact, rounded))
-    assert half.losses == pytest.approx(alone.losses, rel=2e-2)
-    assert half.losses != plain.losses
-    assert all(parameter.dtype == torch.float32 for parameter in half.parameters.values())
-    assert len(half.losses) == NUM_STEPS
-    config = GATED_GROUPED
-    of_rows, of_half = (
-        _bytes_of_embedding(config, 0, 0, num_ranks, weight=weight, grad=grad) + 4 - grad
-        for weight, grad in ((4, 4), (2, 2))  # gradients travel in the dtype that they have
-    )
-    gradients = _gradient_bytes(plain, num_ranks)
-    weights = plain.bytes_sent[0] - gradients - of_rows
-    assert half.bytes_sent[0] == weights // 2 + gradients + of_half
-
-
-def test_gradients_travel_in_the_dtype_of_the_policy(ranks: StartRanks) -> None:
-    exact = Variant(EVEN, dtype=torch.float32)
-    rounded = replace(exact, policy=RotationPolicy(torch.bfloat16, torch.bfloat16))
-    plain, half = (ranks(2).run(train_rotated, variant)[0] for variant in (exact, rounded))
-    # flags of the vocabulary's rows, and the number by which ranks meet in backward
-    fixed = 36 + 4
-    assert (half.bytes_sent[0] - fixed) * 2 == plain.bytes_sent[0] - fixed
-    assert half.losses == pytest.approx(plain.losses, rel=2e-2)
-
-
-def _gradient_bytes(outcome: Outcome, num_ranks: int) -> int:
-    rotated = sum(
-        p.numel()
-        for name, p in outcome.parameters.items()
-        if "norm" not in name and not name.startswith("embedding")
-    )
-    return 4 * rotated * (num_ranks - 1) // num_ranks

@@ -14,7 +14,6 @@ from gyre_trainer.rotate import Adafactor, AdamW8bit, rotate_all
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
-    LBFGS,
     SGD,
     Adadelta,
     Adagrad,
@@ -46,9 +45,6 @@ OPTIMIZERS: dict[str, partial[Any]] = {
     **{f"{name}, foreach": partial(of, foreach=True) for name, of in LOOP_OR_LISTS.items()},
     "AdamW, fused": partial(AdamW, lr=1e-2, fused=True),
     "Adam, fused": partial(Adam, lr=1e-2, weight_decay=0.1, fused=True),
-    "SGD, fused": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
-    "SGD, fused, without momentum": partial(SGD, lr=0.1, fused=True),
-    "Adagrad, fused": partial(Adagrad, lr=1e-2, fused=True),
     "Adafactor": partial(Adafactor, lr=1e-2, weight_decay=0.1),
     "AdamW of 8 bits, on small parameters": partial(AdamW8bit, lr=1e-2, weight_decay=0.1),
     "Adafactor, maximizing": partial(Adafactor, lr=0.1, maximize=True, d=2.0),
@@ -131,43 +127,6 @@ def test_any_of_torchs_optimizers_takes_the_steps_of_one_process(
         assert len(found) == len(names) > 1
         assert {name: apart for name, (apart, _) in found.items() if not apart <= 1e-12} == {}
         assert min(went for _, went in found.values()) > 1e-3
-
-
-def under_lbfgs() -> tuple[float, float]:
-    """As `under_optimizers`, of a model that the ranks cut evenly."""
-    torch.manual_seed(5)
-    with default_dtype(torch.float64):
-        alone = nn.Sequential(nn.Flatten(), nn.Linear(10, 6), nn.Tanh(), MLP(6, 12, bias=False))
-    model = copy.deepcopy(alone)
-    rotate_all(model, mesh=make_mesh("cpu"))
-    start = whole_parameters(model)
-    for each in (model, alone):
-        optimizer: torch.optim.Optimizer = LBFGS(each.parameters(), lr=0.1, max_iter=4)
-        for step in range(3):
-            optimizer.step(partial(compute_gradients, each, step))
-    after = whole_parameters(alone)
-    return distance(whole_parameters(model), after), distance(after, start)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_lbfgs_takes_the_steps_of_one_process_where_shards_are_equal(
-    ranks: StartRanks, num_ranks: int
-) -> None:
-    for apart, went in ranks(num_ranks).run(under_lbfgs):
-        assert apart <= 1e-12
-        assert went > 1e-3
-
-
-def test_every_optimizer_of_torch_has_a_test_here_or_beside() -> None:
-    tested = {OF_TORCH.get(of.func, of.func).__name__ for of in OPTIMIZERS.values()}
-    elsewhere = {"LBFGS", "Muon", "SparseAdam"}
-    not_supported = {"Rprop"}
-    of_torch = {
-        name
-        for name, each in vars(torch.optim).items()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
-    }
-    assert of_torch == tested | elsewhere | not_supported | {"Optimizer"}
 
 
 def under_every_clipping() -> list[tuple[str, float, float]]:

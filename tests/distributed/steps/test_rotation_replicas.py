@@ -42,12 +42,6 @@ def test_two_rings_train_as_one_process(
         assert distance(found.parameters, alone.parameters) <= 1e-12
 
 
-def test_rings_of_one_rank_are_data_parallel(ranks: StartRanks) -> None:
-    alone = train_alone(CLIPPED)
-    for found in ranks(2).run(train_rotated, CLIPPED, 20, 2):
-        assert distance(found.parameters, alone.parameters) <= 1e-12
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_checkpoints_of_two_rings_load_at_any_number_of_ranks(
     ranks: StartRanks, tmp_path: Path, name: str
@@ -162,114 +156,6 @@ def test_replicas_never_differ_in_silence(
 ) -> None:
     for found in ranks(4).run(refusal, program):
         assert all(word in found for word in words), found
-
-
-def trained_model() -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """A model on two rings after a step, its optimizer, and the number of this rank's ring."""
-    mesh = make_mesh("cpu", replicate=2)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    rotate_all(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        train_a_step(model, optimizer)
-    return model, optimizer, mesh.get_local_rank("replicate")
-
-
-@torch.enable_grad()
-def train_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 4)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@torch.no_grad()
-def shards_written_later() -> None:
-    model, optimizer, ring = trained_model()
-    model[2].weight.copy_(model[2].weight + ring)  # type: ignore[index]
-    train_a_step(model, optimizer)
-
-
-@torch.no_grad()
-def locals_written_later() -> None:
-    model, optimizer, ring = trained_model()
-    if ring:
-        local_of(model[2].weight).zero_()  # type: ignore[index]
-    train_a_step(model, optimizer)
-
-
-@torch.no_grad()
-def frozen_written_later() -> None:
-    model, optimizer, ring = trained_model()
-    for each in (model[0], model[2]):  # type: ignore[index]
-        each.requires_grad_(False)
-    train_a_step(model, optimizer)
-    local_of(model[0].weight).add_(ring)  # type: ignore[index]
-    train_a_step(model, optimizer)
-
-
-@torch.no_grad()
-def norms_written_later() -> None:
-    model, optimizer, _ = trained_model()
-    if torch.distributed.get_rank() == 1:
-        local_of(model[1].weight).mul_(2)  # type: ignore[index]
-    train_a_step(model, optimizer)
-
-
-@torch.no_grad()
-def shard_of_one_rank_written_later() -> None:
-    model, optimizer, _ = trained_model()
-    if torch.distributed.get_rank() == 3:
-        local_of(model[2].weight).add_(1)  # type: ignore[index]
-    train_a_step(model, optimizer)
-
-
-@torch.no_grad()
-def written_between_backward_and_step() -> None:
-    model, optimizer, ring = trained_model()
-    with torch.enable_grad():
-        model(torch.ones(2, 4)).square().sum().backward()
-    local_of(model[2].weight).add_(ring)  # type: ignore[index]
-    optimizer.step()
-    train_a_step(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("program", "word"),
-    [
-        (shards_written_later, "2 was"),
-        (locals_written_later, "2 was"),
-        (shard_of_one_rank_written_later, ""),
-        (frozen_written_later, "0 was"),
-        (written_between_backward_and_step, "2 was"),
-        (norms_written_later, "of shape (4,)"),
-    ],
-)
-def test_values_that_one_replica_writes_later_are_refused(
-    ranks: StartRanks, program: Any, word: str
-) -> None:
-    for found in ranks(4).run(refusal, program):
-        assert "outside of an optimizer's step" in found, found
-        assert word in found
-
-
-@torch.no_grad()
-def equal_values_written_later() -> None:
-    model, optimizer, _ = trained_model()
-    state = {name: each.clone() for name, each in model.state_dict().items()}
-    train_a_step(model, optimizer)
-    model.load_state_dict(state)
-    train_a_step(model, optimizer)
-    for _ in range(3):  # steps of no optimizer
-        with torch.enable_grad():
-            model(torch.ones(2, 4)).square().sum().backward()
-        for each in model.parameters():
-            each.add_(each.grad, alpha=-0.1)  # type: ignore[arg-type]
-            each.grad = None
-
-
-def test_equal_values_may_be_written_later(ranks: StartRanks) -> None:
-    assert ranks(4).run(refusal, equal_values_written_later) == ["nothing was refused"] * 4
 
 
 def taken_from_one_rank() -> dict[str, Tensor]:

@@ -32,17 +32,6 @@ def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int,
     return found
 
 
-@pytest.mark.models
-def test_a_dry_run_counts_what_is_read(ranks: StartRanks) -> None:
-    """Experts of a class without a rule, just large enough to be cut."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-    model = LLAMA | experts | sizes | {"model_type": "granitemoe", "use_cache": False}
-    settings = config({"model": {"config": model}})
-    (_, sent), *_ = [each["read"] for each in ranks(2).run(measured_by_family, {"read": settings})]
-    assert dry_run(settings, Strategy.GYRE, 2).sent_bytes == sent
-
-
 @pytest.mark.parametrize("frozen", ["int8", "nf4"])
 def test_a_dry_run_counts_the_codes_of_frozen_weights(frozen: str, ranks: StartRanks) -> None:
     settings = config(

@@ -4,17 +4,13 @@ import gc
 from typing import Any
 
 import pytest
-import torch
 from gyre_trainer.accounting.baselines import Strategy, distribute
 from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.initialisation import materialize
-from gyre_trainer.training.build import plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.gpt import GPT
-from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.steps.step_costs import CPU, LLAMA, config, rows
@@ -83,46 +79,3 @@ def test_a_dry_run_counts_the_bytes_of_a_real_step(
         assert dry.timeline.peak() == real[strategy].timeline.peak(), strategy
         assert dry.sent_bytes == real[strategy].sent_bytes, strategy
         assert dry.timeline.at(-1) == real[strategy].timeline.at(-1), strategy
-
-
-class Loss(nn.Module):
-    """A GPT's loss as a forward, since DDP wraps the forward."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any) -> Tensor:
-        return GPT.loss(self.model, *args)
-
-
-def under_ddp(settings: TrainConfig) -> tuple[list[StepCost], list[dict[str, Tensor]]]:
-    """Cost and final weights under our imitation of DDP, then under torch's. Runs on each rank."""
-    step_costs, weights = [], []
-    for stands_in in (True, False):
-        torch.manual_seed(3)
-        model = (
-            distribute(settings, Strategy.DDP, make_mesh("cpu"), CPU)
-            if stands_in
-            else plain(settings.model)
-        )
-        assert isinstance(model, GPT)
-        if not stands_in:
-            model.__dict__["loss"] = nn.parallel.DistributedDataParallel(
-                Loss(model), gradient_as_bucket_view=True
-            )
-        here = rows(settings)
-        examples = Examples(here, here, None)
-        step_costs.append(measure_step(model, settings, examples, num_warm_up_steps=2))
-        weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
-    return step_costs, weights
-
-
-def test_the_imitation_of_ddp_costs_and_learns_as_ddp_does(ranks: StartRanks) -> None:
-    settings = config(CONFIGS[2, "plain"])
-    for step_costs, (ours, torchs) in ranks(2).run(under_ddp, settings):
-        assert ours.keys() == torchs.keys()
-        assert all(torch.allclose(ours[name], torchs[name], rtol=1e-4, atol=1e-6) for name in ours)
-        stand_in, real = step_costs
-        assert stand_in.sent_bytes == real.sent_bytes
-        assert stand_in.timeline.peak_bytes == pytest.approx(real.timeline.peak_bytes, rel=0.01)

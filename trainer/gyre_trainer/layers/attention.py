@@ -23,7 +23,6 @@ from gyre_trainer.layers.linear import (
     count_of,
     is_table,
     projections,
-    require_changeable,
     require_counts,
 )
 from gyre_trainer.layers.mlp import refuse_dropout
@@ -32,15 +31,12 @@ from gyre_trainer.rotation.output_reduction import (
     OutputReduction,
     SumOfOutputs,
 )
-from gyre_trainer.rotation.recomputation import MASKS_ARGUMENT
 from gyre_trainer.rotation.rotated_module import (
     RotationTarget,
     wrap,
 )
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut, Layout
-
-_HEADS = -3  # the dim of heads in what is added to scores of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +160,10 @@ class AttentionRule(Rule):
             wide as the queries, such as those for keys of positions.
         output: name of the linear layer from the heads to the output.
         counts: numbers that the forward reads and of which a slice has its part, as of heads.
-        by_heads: names of the forward's parameters that may have a tensor of all query heads in dim
-            -3, such as a bias of positions: a slice is given that of its own heads.
-        batched: those of them of which a tensor with three dims has the batch in dim -3, and is the
-            same for all heads.
-        tables: names of embeddings inside, or of parameters with two dims, that have a column for
-            each query head, from which the forward makes such a bias.
-        drops_out: whether the forward may drop out, by modules or functions: its input before all
-            layers, what belongs to query heads, and the output. Slices of one call drop the same
-            entries of input and output.
+        by_heads: names of the forward's parameters that may have a tensor of four dims with all
+            query heads in dim 1, such as a bias of positions: a slice is given that of its own.
+        tables: names of embeddings inside with a column for each query head, from which the forward
+            makes such a bias.
     """
 
     num_kv_heads: int
@@ -180,9 +171,7 @@ class AttentionRule(Rule):
     output: str = "o"
     counts: tuple[str, ...] = ()
     by_heads: tuple[str, ...] = ()
-    batched: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
-    drops_out: bool = False
 
     @property
     def cut_arguments(self) -> tuple[str, ...]:
@@ -191,16 +180,15 @@ class AttentionRule(Rule):
 
     def argument_cut(self, name: str, shape: Sequence[int], layout: Layout) -> ArgumentCut | None:
         """By query heads; None where the tensor is the same for all heads."""
-        of_batch = name in self.batched and len(shape) == -_HEADS
-        if len(shape) < -_HEADS or shape[_HEADS] == 1 or of_batch:
+        if len(shape) != 4 or shape[1] == 1:
             return None
         num_heads = self.num_heads(layout.cuts)
-        if shape[_HEADS] != num_heads:
+        if shape[1] != num_heads:
             raise RotationError(
                 f"an attention of {num_heads} heads is called with {name} of shape {tuple(shape)}; "
-                f"to share it among slices, its dim {_HEADS} must be {num_heads} or 1"
+                f"to share it among slices, its dim 1 must be {num_heads} or 1"
             )
-        return ArgumentCut(_HEADS, self._heads_of_slices(layout))
+        return ArgumentCut(1, self._heads_of_slices(layout))
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -209,7 +197,7 @@ class AttentionRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
-        self.require_known_dropout(module)
+        refuse_dropout(module)
         if self.num_kv_heads % num_slices:
             raise RotationError(
                 f"{type(module).__name__} has {self.num_kv_heads} key/value heads, which "
@@ -217,29 +205,19 @@ class AttentionRule(Rule):
                 "or give no rule: its layers rotate one by one"
             )
         require_counts(module, self.counts, num_slices)
-        if num_slices > 1:
-            require_changeable(module, self.counts)
         cuts = projections(module, self.inputs, self.output)
         return cuts + [
             self._cut_of_table(module, name, self.num_heads(cuts)) for name in self.tables
         ]
 
-    def require_known_dropout(self, module: nn.Module) -> None:
-        """Refuse any dropout without ``drops_out``."""
-        refuse_dropout(module, allows_plain=self.drops_out)
-
     def _cut_of_table(self, module: nn.Module, name: str, num_heads: int) -> Cut:
-        """Columns of an embedding, or of a parameter, that has one for each query head."""
-        own = dict(module.named_parameters()).get(name)
-        if own is not None and own.ndim == 2 and own.shape[1] == num_heads:
-            return Cut(name, tuple(own.shape), 1)
-        table = module.get_submodule(name) if own is None else own
-        if isinstance(table, nn.Module) and is_table(table) and table.embedding_dim == num_heads:
+        """Columns of an embedding that has one for each query head."""
+        table = module.get_submodule(name)
+        if is_table(table) and table.embedding_dim == num_heads:
             return Cut(f"{name}.weight", tuple(table.weight.shape), 1)
         raise RotationError(
-            f"{type(module).__name__}.{name} is {table}, but the rule needs an Embedding, or a "
-            f"parameter with two dims, of {num_heads} columns there, one for each query head, "
-            "without other arguments"
+            f"{type(module).__name__}.{name} is {table}, but the rule needs an Embedding of "
+            f"{num_heads} columns there, one for each query head, without other arguments"
         )
 
     def num_heads(self, cuts: Sequence[Cut]) -> int:
@@ -256,12 +234,7 @@ class AttentionRule(Rule):
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; the module reads the slice's numbers of heads meanwhile."""
-        masks = kwargs.pop(MASKS_ARGUMENT, None)
-        first, _ = current.bounds[f"{self.output}.weight"]
-        with (
-            changed_counts(current.module, self._counts_of_slice(current)),
-            self.dropping(current, masks and masks.for_slice(first), (args, kwargs)),
-        ):
+        with changed_counts(current.module, self._counts_of_slice(current)):
             return current.forward(*args, **kwargs)
 
     def _counts_of_slice(self, current: ModuleSlice) -> dict[str, int]:

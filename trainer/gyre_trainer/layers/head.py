@@ -569,11 +569,9 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
             "Name it in the `keep` of quantize_frozen."
         )
     if isinstance(linear, RotatedModule):
-        whole_bias = _whole_bias(linear)
-        # not a field of the rule: a number that differs in each step would make another rule of it
-        arguments = (*inputs, *([] if whole_bias is None else [whole_bias])), {"asked": asked}
         rule = StatisticsRule(linear.out_features, asked.extra)
-        statistics: Tensor = run(linear.rotation_by(rule), *arguments)
+        # not a field of the rule: a number that differs in each step would make another rule of it
+        statistics: Tensor = run(linear.rotation_by(rule), inputs, {"asked": asked})
         return statistics
     x_TD, targets_T, counted_T = inputs
     dtype = linear.outer_dtype if isinstance(linear, ReplicatedModule) else None
@@ -586,13 +584,6 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
     bias = None if linear.bias is None else cast(local_of(linear.bias), dtype)
     classes = Classes(0, linear.out_features, linear.out_features)
     return statistics_of((x_TD, targets_T, counted_T), weight_VD, bias, classes, asked)
-
-
-def _whole_bias(linear: RotatedModule) -> Tensor | None:
-    """The bias, if there is one that every rank has whole: that of a layer tied to an embedding."""
-    module, names = linear.rotation.module, {cut.name for cut in linear.rotation.layout.cuts}
-    bias = parameter_at(module, "bias")
-    return None if bias is None or "bias" in names else local_of(bias)
 
 
 @dataclass(frozen=True)
@@ -616,11 +607,11 @@ class StatisticsRule(Rule):
 
     def run(self, current: ModuleSlice, /, *args: Tensor, **kwargs: Any) -> Tensor:
         """Statistics [S, T] of the slice's own classes; ``asked`` says which."""
-        x_TD, targets_T, counted_T, *whole_bias = args
+        x_TD, targets_T, counted_T = args
         classes = Classes(*current.bounds["weight"], self.num_classes)
-        weight_VD, bias_V = current.weights["weight"], current.weights.get("bias")
-        if whole_bias:
-            bias_V = whole_bias[0][classes.start : classes.stop]
+        weight_VD, bias_V = current.weights["weight"], parameter_at(current.module, "bias")
+        if bias_V is not None and "bias" not in current.weights:  # whole, where the weight is tied
+            bias_V = bias_V[classes.start : classes.stop]
         inputs = x_TD, targets_T, counted_T
         return statistics_of(inputs, weight_VD, bias_V, classes, kwargs["asked"], current.deferred)
 

@@ -43,7 +43,6 @@ from gyre_trainer.layers.linear import (
     EmbeddingRule,
     LinearRule,
     OwnEmbeddingRule,
-    TransposedLinearRule,
     count_of,
     features_of,
     is_table,
@@ -51,7 +50,6 @@ from gyre_trainer.layers.linear import (
     rotate_linear,
 )
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
-from gyre_trainer.layers.multihead import rotate_multihead, rotate_transformer_layer
 from gyre_trainer.rotation.rotated_module import (
     RotationTarget,
     drop_rates,
@@ -64,6 +62,7 @@ from gyre_trainer.rotation.rotated_module import (
 )
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.torch_internals import parameters_of
+from gyre_trainer.whole.replicated import ReadRule, shard_own
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # Functions of one entry each, so that slices of a width compute with them as the whole width does.
@@ -303,10 +302,9 @@ class _Plain(ast.NodeTransformer):
 
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TORCHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 # Modules that a forward does not call.
 _NOT_CALLED = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "inits"}
-_OURS = (Attention, MLP, GatedMLP, Experts, MoE)
+_KINDS = (*_LAYERS, nn.MultiheadAttention, Attention, MLP, GatedMLP, Experts, MoE)
 
 
 def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
@@ -315,11 +313,15 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     A module of an unknown kind is left as it is. A subclass with another forward is not of its
     parent's kind, and neither is a layer whose weight is computed from others.
     """
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0  # torch's fused inference would read whole parameters
     if is_transposed_linear(module):
-        wrap(module, TransposedLinearRule(), target)
+        shard_own(module, ReadRule(module.get_parameter("weight").numel()), target)
         return True
-    kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
+    kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
     if kind is None or not has_code_of(module, kind) or computes_weights(module):
+        return False
+    if getattr(module, "groups", 1) > 1:  # of a convolution: a slice would cut a group
         return False
     if kind not in (*_LAYERS, nn.MultiheadAttention) and _has_hooks(module):
         return False
@@ -329,9 +331,8 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         case Attention():
             rotate_attention(module, target)
         case nn.MultiheadAttention():
-            rotate_multihead(module, target)
-        case nn.TransformerEncoderLayer() | nn.TransformerDecoderLayer():
-            rotate_transformer_layer(module, target)
+            matrices = [each.numel() for each in module.parameters() if each.ndim > 1]
+            shard_own(module, ReadRule(min(matrices), ("out_proj.weight",)), target)
         case MoE():
             wrap(module.experts, ExpertsRule(), target)  # the router stays whole
         case _:
@@ -355,16 +356,8 @@ def has_code_of(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether other code would see what slices compute: by a hook or a forward on a layer inside.
-
-    The attention of torch's layers rotates by itself.
-    """
-    parts = [
-        each
-        for name, each in module.named_children()
-        if not isinstance(each, nn.MultiheadAttention)
-    ]
-    inside = [each for part in parts for each in part.modules()]
+    """Whether a layer inside has a hook or a forward of other code, which would see slices."""
+    inside = (each for each in module.modules() if each is not module)
     return any(sets_forward(each) or num_hooks_of(each) for each in inside)
 
 
@@ -380,7 +373,7 @@ def computes_weights(module: nn.Module) -> bool:
 
 def is_of_known_class(module: nn.Module) -> bool:
     """Whether the module's class, or one that it derives from, is among the known kinds."""
-    return isinstance(module, (*_LAYERS, *_TORCHS, *_OURS))
+    return isinstance(module, _KINDS)
 
 
 def _rule_of(module: nn.Module) -> Rule:
@@ -403,12 +396,12 @@ _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_att
 _EXPERTS_KERNELS = ("eager",)  # no other one was trained
 _HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_heads")
 
-# Arguments that may have a tensor of all heads in dim -3.
+
+# Arguments that may have a tensor of all heads in dim 1.
 _BY_HEADS = (
     *("head_mask", "layer_head_mask", "attention_mask", "mask"),
     *("position_bias", "relative_position_bias"),
 )
-_BATCHED = ("attention_mask", "mask")
 
 
 def _attends(inputs: str, output: str, counts: str = "") -> AttentionRule:
@@ -419,7 +412,6 @@ def _attends(inputs: str, output: str, counts: str = "") -> AttentionRule:
         output,
         counts=(*counts.split(), "num_key_value_heads"),
         by_heads=_BY_HEADS,
-        batched=_BATCHED,
         tables=("relative_attention_bias",),
     )
 
@@ -531,6 +523,9 @@ class KnownBlocks:
     def _require_free(self, row: Rule, module: nn.Module) -> None:
         if num_hooks_inside(module):
             raise RotationError("a hook is registered on a layer inside")
+        for name, rate in drop_rates(module).items():
+            if rate > 0:
+                raise RotationError(f"it drops out ({name}={rate})")
         is_experts = isinstance(row, ExpertsRule)
         name = "experts kernel" if is_experts else "attention kernel"
         kernel = kernels_of(module).get(name, "eager")
@@ -572,16 +567,11 @@ def _has_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 def _is_projection(module: nn.Module) -> bool:
     if parameters_of(module).get("weight") is None:  # it is computed from others
         return False
-    return isinstance(module, nn.Linear) or is_transposed_linear(module)
+    return isinstance(module, nn.Linear)
 
 
 def _of_module(row: Rule, module: nn.Module) -> Rule:
     """A row with the numbers of a module."""
-    drops = any(rate > 0 for rate in drop_rates(module).values()) or any(
-        isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()
-    )
-    if isinstance(row, MLPRule):
-        return replace(row, drops_out=drops)
     if not isinstance(row, AttentionRule):
         return row
     tables = [name for name in row.tables if is_table(module._modules.get(name) or nn.Module())]
@@ -590,7 +580,6 @@ def _of_module(row: Rule, module: nn.Module) -> Rule:
         num_kv_heads=_num_kv_heads(row, module),
         counts=_read(module, row.counts),
         tables=tuple(tables),
-        drops_out=drops,
     )
 
 
@@ -639,7 +628,7 @@ def suggested_rule(module: nn.Module) -> str:
     except RotationError:
         return ""
     names = [each.name for each in fields(row) if getattr(rule, each.name) != each.default]
-    shown = [name for name in names if name not in ("by_heads", "batched")]
+    shown = [name for name in names if name != "by_heads"]
     arguments = ", ".join(f"{name}={getattr(rule, name)!r}" for name in shown)
     return f"{type(rule).__name__}({arguments})"
 

@@ -6,13 +6,9 @@ Also here:
 
 The linear layers of a block: into a width that is cut, and out of it.
 
-A layer is an `nn.Linear`, or one of `transformers` that keeps its weight transposed, as GPT-2 has
-them.
-
 An embedding by rows of its vocabulary.
 
-Its rows are sent to the ranks whose tokens they are for. On one rank it goes
-round the ring as other modules do: a slice gives its own tokens' rows, zero for others.
+Its rows are sent to the ranks whose tokens they are for.
 
 A frozen linear layer whose rows rest and travel in few bits, and are decoded on arrival.
 """
@@ -30,13 +26,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
 from gyre_trainer.rotation.rotated_module import (
-    PartialRotation,
     RotatedModule,
     RotationTarget,
-    mix_in,
     own_class,
     wrap,
 )
@@ -69,25 +62,10 @@ def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
     return all(option is None or option is False for option in options)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed_linear(module)
-
-
 def features_of(layer: nn.Module) -> tuple[int, int]:
     """Input and output features of such a layer."""
     rows, columns = layer.get_parameter("weight").shape
-    return (rows, columns) if is_transposed_linear(layer) else (columns, rows)
-
-
-class SliceTransposed:
-    """Mixed in before the class of a transposed layer inside a block: its width is its weight's."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The features that the present weight makes."""
-        return F.linear(x, self.weight.t(), self.bias)
+    return columns, rows
 
 
 def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list[Cut]:
@@ -99,25 +77,22 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
     weights, biases = [], []
     for name in (*inputs, output):
         layer = layer_of(module, name)
-        closes, transposed = name == output, is_transposed_linear(layer)
-        if transposed:
-            mix_in(layer, SliceTransposed, "Slice")
+        closes = name == output
         weight, bias = layer.get_parameter("weight"), parameters_of(layer)["bias"]
-        dim = int(closes != transposed)
-        weights.append(Cut(f"{name}.weight", tuple(weight.shape), dim))
+        weights.append(Cut(f"{name}.weight", tuple(weight.shape), int(closes)))
         if bias is not None:
             biases.append(Cut(f"{name}.bias", tuple(bias.shape), 0, padded=closes))
     return weights + biases
 
 
-def layer_of(module: nn.Module, name: str) -> nn.Module:
+def layer_of(module: nn.Module, name: str) -> nn.Linear:
     """The linear layer of this name.
 
     Raises:
         RotationError: it is missing or not linear.
     """
     layer = dict(module.named_modules()).get(name)
-    if not isinstance(layer, nn.Module) or not _is_linear(layer):
+    if not isinstance(layer, nn.Linear):
         raise RotationError(
             f"{type(module).__name__}.{name} is {type(layer).__name__}, "
             "but the rule needs a Linear there"
@@ -144,28 +119,6 @@ def require_counts(module: nn.Module, counts: tuple[str, ...], divisor: int) -> 
                 f"{type(module).__name__}.{count} is {value}, but the rule needs a whole number "
                 f"there that {divisor} divides"
             )
-
-
-def require_changeable(module: nn.Module, counts: tuple[str, ...]) -> None:
-    """Return if a slice can read other values of the counts, as `changed_counts` has it.
-
-    Raises:
-        RotationError: a count is one of a frozen dataclass, or another object that takes no value.
-    """
-    for count in counts:
-        value = count_of(module, count)
-        try:
-            with changed_counts(module, {} if value is None else {count: value}):
-                pass
-        except (AttributeError, TypeError, NotImplementedError) as error:
-            owner = count.rpartition(".")[0]
-            holder = type(getattr(module, owner)).__name__ if owner else "the module"
-            raise RotationError(
-                f"{type(module).__name__}.{count} cannot be set, because {holder} is frozen or has "
-                "it from elsewhere, but a slice has another number. Let the forward read it from "
-                "the weights (view(..., -1, head_dim)) or from an attribute of the module, or let "
-                f"{holder} take another value."
-            ) from error
 
 
 def count_of(module: nn.Module, count: str) -> int | None:
@@ -218,49 +171,19 @@ class LinearRule(Rule):
         return ConcatenatedOutputs(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
 
 
-class TransposedLinearRule(Rule):
-    """For a linear layer whose weight has the output features as columns, as GPT-2's `Conv1D`."""
-
-    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Columns of the weight, and the bias with them."""
-        weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
-        return [Cut("weight", tuple(weight.shape), 1), Cut("bias", tuple(bias.shape), 0)]
-
-    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Tensor:
-        """The slice's features. The layer's own forward would want all of them."""
-        (x,) = (*args, *kwargs.values())
-        output: Tensor = F.linear(x, current.weights["weight"].t(), current.weights["bias"])
-        return output
-
-    def output_reduction(
-        self, position: int, layout: Layout, dtype: torch.dtype
-    ) -> OutputReduction:
-        """Side by side, along the features."""
-        return ConcatenatedOutputs(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
-
-
 class WeightOnlyRule(LinearRule):
-    """For a linear layer without its bias."""
+    """For a linear layer whose bias is whole on every rank."""
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The weight, along its first dim."""
         return [cut for cut in rows(module) if cut.name == "weight"]
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Tensor:
-        """The slice's features, before the bias."""
+        """The slice's features, with its part of the bias."""
         (x,) = (*args, *kwargs.values())
-        output: Tensor = F.linear(x, current.weights["weight"])
+        bias = parameter_at(current.module, "bias")[slice(*current.bounds["weight"])]
+        output: Tensor = F.linear(x, current.weights["weight"], bias)
         return output
-
-
-class AddsBias(RotatedModule):
-    """Mixed in before `nn.Linear`: the bias, which is whole on every rank, is added at the end."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for this rank's part of the batch, as without rotation."""
-        assert isinstance(self, nn.Module)
-        output = self.ring_forward(*args, **kwargs)
-        return output + cast(local_of(parameter_at(self, "bias")), output.dtype)
 
 
 def rotate_linear(module: nn.Linear, target: RotationTarget) -> None:
@@ -269,8 +192,7 @@ def rotate_linear(module: nn.Linear, target: RotationTarget) -> None:
     if module.bias is None or sharded is None or len(sharded.parameters) > 1:
         wrap(module, LinearRule(), target)
     else:
-        partial = PartialRotation(module.forward, ("weight",), AddsBias)
-        wrap(module, WeightOnlyRule(), target, partial)
+        wrap(module, WeightOnlyRule(), target)
 
 
 def rows(module: nn.Module) -> list[Cut]:
@@ -290,7 +212,7 @@ _FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.c
 
 @dataclass(frozen=True)
 class ConvRule(Rule):
-    """For `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`. A cut may fall inside of a group.
+    """For `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` of one group.
 
     Attributes:
         conv: the module whose stride, padding and dilation are used.
@@ -317,58 +239,27 @@ class ConvRule(Rule):
         weight, bias = current.weights["weight"], current.weights.get("bias")
         # torch has no convolution without output channels; one of zeros has the shape
         if start == stop:
-            nothing = self._convolved(
-                self._inputs(x, 0, 1), weight.new_zeros(1, *weight.shape[1:]), None, 1
-            )
+            nothing = self._convolved(x, weight.new_zeros(1, *weight.shape[1:]), None)
             return nothing.narrow(self._channels, 0, 0)
-        if self.conv.groups == 1:
-            return self._convolved(x, weight, bias, 1)
-        parts = []
-        for first, num_channels, group, num_groups in self._runs(start, stop):
-            own = slice(first - start, first - start + num_channels)
-            inputs = self._inputs(x, group, num_groups)
-            parts.append(
-                self._convolved(
-                    inputs, weight[own], None if bias is None else bias[own], num_groups
-                )
-            )
-        return torch.cat(parts, self._channels)
+        return self._convolved(x, weight, bias)
 
     @property
     def _channels(self) -> int:
         """The dim of the channels, with or without a batch in front."""
         return -1 - len(self.conv.kernel_size)
 
-    def _inputs(self, x: Tensor, group: int, num_groups: int) -> Tensor:
-        """The input channels of ``num_groups`` groups, from ``group`` on."""
-        size = self.conv.in_channels // self.conv.groups
-        return x.narrow(self._channels, group * size, num_groups * size)
-
-    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """First output channel, number of channels, first group, number of groups.
-
-        One convolution computes as many whole groups as there are, or a part of one group.
-        """
-        size = self.conv.out_channels // self.conv.groups
-        while start < stop:
-            group, inside = divmod(start, size)
-            num_groups = 1 if inside else max(1, (stop - start) // size)
-            num_channels = min(num_groups * size - inside, stop - start)
-            yield start, num_channels, group, num_groups
-            start += num_channels
-
-    def _convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None, num_groups: int) -> Tensor:
+    def _convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         conv = self.conv
         padding: str | tuple[int, ...] | int = conv.padding
         if conv.padding_mode != "zeros":
             x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
         function = _FUNCTIONS[len(conv.kernel_size)]
-        return function(x, weight, bias, conv.stride, padding, conv.dilation, num_groups)
+        return function(x, weight, bias, conv.stride, padding, conv.dilation)
 
 
 @dataclass(frozen=True)
 class EmbeddingRule(RowsRule):
-    """For `nn.Embedding`. Its gradient needs no weights, so these travel only in forward.
+    """For `nn.Embedding`.
 
     Attributes:
         num_embeddings: the vocabulary's size.
@@ -378,9 +269,7 @@ class EmbeddingRule(RowsRule):
     num_embeddings: int
     padding_idx: int | None = None
 
-    backward_reads_weights: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = False
-    divisible: ClassVar[bool] = True
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The weight, along the vocabulary."""
@@ -389,25 +278,6 @@ class EmbeddingRule(RowsRule):
             if getattr(module, option) is not None and getattr(module, option) is not False:
                 raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
         return [Cut("weight", tuple(module.weight.shape), 0)]
-
-    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Tensor:
-        """The rows of the tokens in the slice's range of the vocabulary, zero for others."""
-        (tokens,) = (*args, *kwargs.values())
-        weight = current.weights["weight"]
-        start, stop = current.bounds["weight"]
-        if start == stop:
-            return weight.new_zeros(*tokens.shape, weight.shape[1])
-        outside = torch.zeros_like(tokens, dtype=torch.bool)
-        # Tokens outside of all slices are left to the first and the last slice, where torch refuses
-        # them.
-        if start > 0:
-            outside |= tokens < start
-        if stop < self.num_embeddings:
-            outside |= tokens >= stop
-        padding = self.padding_idx
-        here = None if padding is None or not start <= padding < stop else padding - start
-        rows = self._rows(current, torch.where(outside, 0, tokens - start), here)
-        return rows.masked_fill(outside.unsqueeze(-1), 0)
 
     def of_rows(self, current: ModuleSlice, places: Tensor, padding: int | None) -> Tensor:
         """The rows of the tokens, as the module makes them of ``current``'s."""
@@ -424,8 +294,6 @@ class OwnEmbeddingRule(EmbeddingRule):
 
     The forward takes the tokens alone, and calls its parent's.
     """
-
-    backward_reads_weights: ClassVar[bool] = True
 
     def _rows(self, current: ModuleSlice, tokens: Tensor, padding_idx: int | None) -> Tensor:
         before = current.module.padding_idx

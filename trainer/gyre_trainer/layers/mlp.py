@@ -1,15 +1,13 @@
 """A transformer's MLP by slices of its hidden width: the whole hidden activation never exists."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import projections
-from gyre_trainer.rotation.recomputation import MASKS_ARGUMENT
-from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Cut
 
 
@@ -47,20 +45,16 @@ class MLPRule(Rule):
     """For a module that applies ``ups`` to its input, an elementwise function, then ``down``.
 
     A slice holds the same range of the hidden width of all these layers. The forward must be linear
-    in the weights of ``down``: no residual after it, and dropout only with ``drops_out``.
+    in the weights of ``down``: no residual after it, and no dropout.
 
     Attributes:
         ups: names of the linear layers from the input to the hidden width (up, and gate where there
             is one).
         down: name of the linear layer from the hidden width to the output.
-        drops_out: whether the forward may drop out, by modules or functions: its input before
-            ``ups``, the hidden width, and the output. Slices of one call drop the same entries of
-            input and output.
     """
 
     ups: tuple[str, ...] = ("up",)
     down: str = "down"
-    drops_out: bool = False
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -69,34 +63,20 @@ class MLPRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, and a segment of its bias."""
-        self.require_known_dropout(module)
+        refuse_dropout(module)
         return projections(module, self.ups, self.down)
 
-    def require_known_dropout(self, module: nn.Module) -> None:
-        """Refuse any dropout without ``drops_out``."""
-        refuse_dropout(module, allows_plain=self.drops_out)
 
-    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
-        """The slice's contribution; dropout uses masks for its range of the width."""
-        masks = kwargs.pop(MASKS_ARGUMENT, None)
-        first, _ = current.bounds[f"{self.ups[0]}.weight"]
-        with self.dropping(current, masks and masks.for_slice(first), (args, kwargs)):
-            return current.forward(*args, **kwargs)
-
-
-def refuse_dropout(module: nn.Module, *, allows_plain: bool = False) -> None:
+def refuse_dropout(module: nn.Module) -> None:
     """Refuse dropout inside: each slice would draw its own mask.
-
-    ``allows_plain`` is whether every `nn.Dropout` is allowed, which drops single entries.
 
     Raises:
         RotationError: names the dropout.
     """
     for name, child in module.named_modules():
-        is_allowed = allows_plain and isinstance(child, nn.Dropout)
-        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and not is_allowed:
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
             raise RotationError(
-                f"{type(module).__name__}.{name} drops out with p={child.p}; "
-                "each slice would draw its own mask. Set p=0, or set p before the model is rotated "
-                "if its blocks are found, or let the rule know of it: drops_out=True."
+                f"{type(module).__name__}.{name} drops out with p={child.p}, and each slice would "
+                "draw its own mask. Set p=0 before the model is rotated, or give no rule: its "
+                "layers rotate one by one"
             )

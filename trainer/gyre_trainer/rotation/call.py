@@ -27,7 +27,6 @@ from gyre_trainer.rotation.output_reduction import DeferredGrads, DeferWeightGra
 from gyre_trainer.rotation.recomputation import (
     Recomputation,
     autocast_of_now,
-    may_drop_out,
     recomputable,
 )
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rotation, parameter_at, swapped
@@ -296,9 +295,6 @@ class Call:
             tensor.requires_grad for tensor in self.tensors
         )
         self._require_constants()
-        # masks are drawn in a way that no compiled graph can have
-        draws = rotation.rule.drops_out and may_drop_out(rotation.module)
-        self._is_compiled = rotation.is_compiled and not draws
         if self.recorded and rotation.sharded.replica_gradients is not None:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (
@@ -361,7 +357,8 @@ class Call:
         self.deferred = DeferredGrads(
             {id(tensor): total for tensor, total in zip(self.inputs, self.sums, strict=True)}
         )
-        self._defer = nullcontext() if self._is_compiled else DeferWeightGrads(self.deferred)
+        is_compiled = self._rotation.is_compiled
+        self._defer = nullcontext() if is_compiled else DeferWeightGrads(self.deferred)
 
     def find_recomputations(self) -> None:
         """Find out how backward can get each argument without keeping it.
@@ -458,7 +455,7 @@ class Call:
             self._defer if torch.is_grad_enabled() else nullcontext(),
             self._autocast(),
         ):
-            forward = rotation.slice_forward if self._is_compiled else rotation.forward
+            forward = rotation.slice_forward
             current = ModuleSlice(
                 rotation.module,
                 forward,

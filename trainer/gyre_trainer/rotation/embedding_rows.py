@@ -156,8 +156,9 @@ class RowExchange:
             RotationError: another rank calls another module.
         """
         ring = self._ring
-        # in the dtype of gradients: a buffer of weights may be in flight for the next module
-        meet(ring, total[:0], HopIdentity(self._number, False, False, 0, 0))
+        if ring.size > 1:
+            # in the dtype of gradients: a buffer of weights may be in flight for the next module
+            meet(ring, total[:0], HopIdentity(self._number, False, False, 0, 0))
         found = [grads.new_empty((len(asked), grads.shape[1])) for asked in self._asked]
         parts = [self.wanted.of(grads, owner) for owner in range(ring.size)]
         self._send(parts, found, Stream.GRADIENTS)
@@ -203,12 +204,6 @@ class RowExchange:
         under_way = self._ring.send_among(outgoing, incoming, stream)
         targets[self._ring.rank].copy_(parts[self._ring.rank])
         under_way.wait()
-
-
-def sends_rows(rotation: Rotation) -> bool:
-    """Whether the module's rows are sent. It is so on all ranks or on none."""
-    is_encoded = not rotation.sharded.flat.is_floating_point()
-    return isinstance(rotation.rule, RowsRule) and rotation.sharded.ring.size > 1 and not is_encoded
 
 
 def run_by_rows(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -161,15 +161,6 @@ class ConcatenatedOutputs:
 
 
 _UNBIND = (torch.unbind, Tensor.unbind)
-_TRANSPOSE = (torch.t, Tensor.t)
-
-
-class _Where(NamedTuple):
-    """Which weight a linear layer has: position and entry, and whether it has the transpose."""
-
-    position: int
-    entry: int | None
-    transposes: bool
 
 
 class WeightGradProduct(NamedTuple):
@@ -198,7 +189,6 @@ class DeferredGrads:
             the shards that take a gradient.
         entries: position, entry and matrix of weights that were unbound, by the matrices' ids.
             Keeping the matrices here keeps their ids from being reused.
-        transposed: position and matrix of weights that were transposed, by the matrices' ids.
         products: recorded by linear layers of the slice whose backward runs; `take_products`
             empties it.
         slice_grad: waits for the gradient of the slice whose backward runs, and returns it.
@@ -207,7 +197,6 @@ class DeferredGrads:
     sums: Mapping[int, RunningSum]
     positions: Mapping[int, int] = field(default_factory=dict)
     entries: dict[int, tuple[int, int, Tensor]] = field(default_factory=dict)
-    transposed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     products: list[WeightGradProduct] = field(default_factory=list)
     slice_grad: Callable[[], SliceGrad] | None = None
 
@@ -226,7 +215,7 @@ class DeferredGrads:
 class DeferWeightGrads(TorchFunctionMode):
     """A context: linear layers on the weights in ``deferred.positions`` record gradients.
 
-    The same holds for the matrices that `unbind` takes out of such a weight, and for its transpose.
+    The same holds for the matrices that `unbind` takes out of such a weight.
     Any other use of a weight gives its gradient as usual.
     """
 
@@ -244,14 +233,11 @@ class DeferWeightGrads(TorchFunctionMode):
             return result
         if func in _UNBIND and id(args[0]) in self._deferred.positions:
             self._note_entries(self._deferred.positions[id(args[0])], result)
-        if func in _TRANSPOSE and id(args[0]) in self._deferred.positions:
-            self._deferred.transposed[id(result)] = self._deferred.positions[id(args[0])], result
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._deferred.entries.clear()
-        self._deferred.transposed.clear()
 
     def _note_entries(self, position: int, tensors: Sequence[Tensor]) -> None:
         if tensors and tensors[0].ndim == 2:
@@ -268,17 +254,13 @@ class DeferWeightGrads(TorchFunctionMode):
         position, entry = self._deferred.positions.get(id(weight)), None
         if position is None and id(weight) in self._deferred.entries:
             position, entry, _ = self._deferred.entries[id(weight)]
-        transposes = position is None and id(weight) in self._deferred.transposed
-        if transposes:
-            position, _ = self._deferred.transposed[id(weight)]
         if (
             position is None
             or not torch.is_grad_enabled()
             or torch.is_autocast_enabled(input.device.type)
         ):
             return F.linear(input, weight, bias)
-        where = _Where(position, entry, transposes)
-        return _Linear.apply(input, weight, bias, where, self._deferred)  # type: ignore[no-untyped-call]
+        return _Linear.apply(input, weight, bias, (position, entry), self._deferred)  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
@@ -290,7 +272,7 @@ class _Linear(torch.autograd.Function):
         source: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        where: _Where,
+        where: tuple[int, int | None],
         deferred: DeferredGrads,
     ) -> Tensor:
         ctx.save_for_backward(source, weight)
@@ -304,11 +286,9 @@ class _Linear(torch.autograd.Function):
         # Only the backward of a ring pass comes here, and it records no graph.
         source, weight = ctx.saved_tensors
         grad = _rows(grad_output)
-        where: _Where = ctx.where
-        left, right = grad.t(), _rows(source)
-        if where.transposes:
-            left, right = right.t(), left.t()
-        ctx.deferred.products.append(WeightGradProduct(where.position, left, right, where.entry))
+        position, entry = ctx.where
+        product = WeightGradProduct(position, grad.t(), _rows(source), entry)
+        ctx.deferred.products.append(product)
         grad_source = grad_bias = None
         if ctx.needs_input_grad[0] and ctx.sum is None:
             grad_source = (grad @ weight).view(source.shape)

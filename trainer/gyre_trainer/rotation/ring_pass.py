@@ -48,10 +48,10 @@ from gyre_trainer.comm.identity import HopIdentity, slice_span
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call, ComputedSlice
-from gyre_trainer.rotation.embedding_rows import run_by_rows, sends_rows
+from gyre_trainer.rotation.embedding_rows import run_by_rows
 from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.recomputation import Randomness, replay_of_layer
-from gyre_trainer.rotation.rule import Rotation
+from gyre_trainer.rotation.rule import Rotation, RowsRule
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.travel import GradientRing, RemoteSlices
 from gyre_trainer.torch_internals import at_end_of_backward, storage_number, version_of
@@ -135,7 +135,7 @@ class Prefetch:
             next_rotation, round_ = known() if known is not None else None, -1
         if next_rotation is None:
             _reserve_buffers(rotation)
-        elif next_rotation.rule.backward_reads_weights:
+        else:
             self.cancel()
             self._ready = (
                 next_rotation,
@@ -223,9 +223,9 @@ class SavedTensors:
         if isinstance(saved, _WeightView):
             if self.flat is None:
                 raise RotationError(
-                    f"backward reads weights of {self._name} that are not on this rank: its rule "
-                    "says that backward reads none, or a tensor left a slice by another way than "
-                    "the module's output, such as an attribute, a list or a cache"
+                    f"backward reads weights of {self._name} that are not on this rank: a "
+                    "tensor left a slice by another way than the module's output, such as an "
+                    "attribute, a list or a cache"
                 )
             return self.flat.as_strided(saved.size, saved.stride, saved.offset)
         if version_of(saved.tensor) != saved.version:
@@ -241,7 +241,7 @@ _Grads = Sequence[Tensor | None]
 
 def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The module's output; backward leaves averaged gradients on the sharded parameters."""
-    if sends_rows(rotation):
+    if isinstance(rotation.rule, RowsRule):
         return run_by_rows(rotation, args, kwargs)
     call = Call(rotation, args, kwargs)
     given = call.given
@@ -403,33 +403,20 @@ class RingPass:
         for reduction, output in zip(self._reductions, outputs, strict=True):
             reduction.add(index, output)
 
-    def _backward_slices(self) -> Iterator[tuple[int, Tensor | None]]:
-        """Number and piece of each slice in backward's order; None for unread weights.
+    def _backward_slices(self) -> Iterator[tuple[int, Tensor]]:
+        """Number and piece of each slice in backward's order.
 
         In each round the order is from the next rank's slice to the own one.
         """
         prefetch = prefetch_of(self._ring)
         prefetch.backward_begins(self._rotation)
         for round_ in range(self._layout.num_rounds):
-            if self._rotation.rule.backward_reads_weights:
-                with prefetch.slices(self._rotation, round_) as slices:
-                    yield from slices.remote
-                    prefetch.start_next(self._rotation, round_)
-                    yield slices.own
-            else:
-                *others, own = (
-                    self._layout.piece(index, round_) for index in self._counter_clockwise()
-                )
-                yield from ((piece, None) for piece in others)
+            with prefetch.slices(self._rotation, round_) as slices:
+                yield from slices.remote
                 prefetch.start_next(self._rotation, round_)
-                yield own, None
+                yield slices.own
 
-    def _counter_clockwise(self) -> Iterator[int]:
-        return (
-            (self._ring.rank + step) % self._ring.size for step in range(1, self._ring.size + 1)
-        )
-
-    def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads) -> _Grads:
+    def _differentiate(self, index: int, flat: Tensor, grad_outputs: _Grads) -> _Grads:
         """Gradients of one slice's trainable shards, except deferred ones; adds the inputs'."""
         call, graph = self._call, self._graph(index, flat)
         wanted = [leaf for leaf in (*graph.weights, *graph.inputs) if leaf.requires_grad]
@@ -464,13 +451,12 @@ class RingPass:
         for product in self._call.deferred.take_products():
             slice_grad.add_product(product.position, product.left, product.right, product.entry)
 
-    def _graph(self, index: int, flat: Tensor | None) -> _Graph:
+    def _graph(self, index: int, flat: Tensor) -> _Graph:
         if self._keeps_graphs:
             graph = self._graphs.pop(index)
             assert graph.saved is not None
             graph.saved.flat = flat
             return graph
-        assert flat is not None
         assert self._randomness is not None
         with torch.enable_grad(), self._randomness.replaying(index):
             computed = self._call.compute(index, flat)

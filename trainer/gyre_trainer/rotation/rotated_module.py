@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.recomputation import MASKS_ARGUMENT, DropoutMasks, may_drop_out, new_key
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
 from gyre_trainer.shards.averaging import note_replaced
@@ -90,7 +89,6 @@ class Guard:
         cls: the module's class.
         fields: the compared values, by names for messages.
         glance: the first look, as fast as it may be.
-        drops_out: whether the rule knows of dropout.
     """
 
     module: nn.Module
@@ -98,14 +96,12 @@ class Guard:
     cls: type
     fields: dict[str, Any]
     glance: list[Any]
-    drops_out: bool
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, *, drops_out: bool) -> "Guard":
+    def of(cls, module: nn.Module, name: str) -> "Guard":
         """The guard of a module that is rotated now."""
         own = own_class(module)
-        fields = dict(_fields(module, own, drops_out=drops_out))
-        return cls(module, name, own, fields, list(_glance(module, own)), drops_out)
+        return cls(module, name, own, dict(_fields(module, own)), list(_glance(module, own)))
 
     def require_same(self) -> None:
         """Return if nothing was switched that the rule depends on.
@@ -116,7 +112,7 @@ class Guard:
         now = list(_glance(self.module, self.cls))
         if now == self.glance:
             return
-        fields = dict(_fields(self.module, self.cls, drops_out=self.drops_out))
+        fields = dict(_fields(self.module, self.cls))
         for name in {**self.fields, **fields}:
             before, after = self.fields.get(name), fields.get(name)
             if before != after:
@@ -137,10 +133,10 @@ def _glance(module: nn.Module, cls: Any) -> Iterator[Any]:
         if name != "forward" and (callable(value) or isinstance(value, float)):
             yield name, value
     for each in module.modules():
-        yield type(each), each is not module and vars(each).get("forward")
+        yield type(each), each is not module and vars(each).get("forward"), vars(each).get("p")
 
 
-def _fields(module: nn.Module, cls: Any, *, drops_out: bool) -> Iterator[tuple[str, Any]]:
+def _fields(module: nn.Module, cls: Any) -> Iterator[tuple[str, Any]]:
     yield "the forward of its class", cls.forward
     for name, value in kernels_of(module).items():
         yield f"its {name}", value
@@ -153,10 +149,11 @@ def _fields(module: nn.Module, cls: Any, *, drops_out: bool) -> Iterator[tuple[s
         yield f"the class of {name}", own_class(each)
         if sets_forward(each):
             yield f"the forward of {name}", vars(each)["forward"]
-    if not drops_out:
-        for name, rate in drop_rates(module).items():
-            if rate > 0:
-                yield f"its {name}", rate
+        if isinstance(each, nn.modules.dropout._DropoutNd):
+            yield f"the rate of {name}", each.p
+    for name, rate in drop_rates(module).items():
+        if rate > 0:
+            yield f"its {name}", rate
 
 
 def _told(value: Any) -> str:
@@ -362,6 +359,7 @@ class RotatedModule(ShardedModule):
         is_unverified: whether it is too large to be compared with the whole module by default.
         num_hooks: how many hooks modules inside had when it was rotated.
         guard: what its rule depends on and code may switch later.
+        was_called: whether its forward has run.
     """
 
     rotation: Rotation
@@ -369,33 +367,17 @@ class RotatedModule(ShardedModule):
     is_unverified: bool = False
     num_hooks: int = 0
     guard: Guard
+    was_called: bool = False
     training: bool
     _by_rule: dict[Rule, Rotation]
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's part of the batch, as without rotation."""
-        return self.ring_forward(*args, **kwargs)
-
-    @uncompiled
-    def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One pass round the ring."""
+        self.was_called = True
         self.guard.require_same()
         self._require_no_more_hooks()
-        self.add_dropout_masks(kwargs)
         return run(self.rotation, args, kwargs)
-
-    def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
-        """Add the masks of a new call to its arguments, where slices drop out.
-
-        Raises:
-            RotationError: the module drops out since it was rotated, and its rule does not.
-        """
-        if not may_drop_out(self.rotation.module):
-            return
-        self.rotation.rule.require_known_dropout(self.rotation.module)
-        if self.rotation.rule.drops_out:
-            kwargs[MASKS_ARGUMENT] = DropoutMasks(new_key(), self.rotation.sharded.ring)
 
     def _require_no_more_hooks(self) -> None:
         """Refuse hooks inside that the rule was not checked with.
@@ -424,7 +406,7 @@ class RotatedModule(ShardedModule):
         copy_shards(list(rotation.module.parameters()), memo)
         copied: Any = self._copy(memo, "rotation", "_by_rule", "guard")
         core = deepcopy(self.guard.module, memo)
-        copied.guard = Guard.of(core, self.guard.name, drops_out=self.guard.drops_out)
+        copied.guard = Guard.of(core, self.guard.name)
         copied.rotation = replace(
             rotation,
             module=copied,
@@ -489,33 +471,15 @@ class RotationTarget:
         return ring_of(self.mesh).size
 
 
-@dataclass(frozen=True, slots=True)
-class PartialRotation:
-    """The part of a module that rotates, where the module does not rotate as a whole.
-
-    Attributes:
-        forward: the function that runs slice by slice.
-        reads: names of the parameters, and of the modules inside, that ``forward`` uses.
-        behaviour: the class to mix in before the module's class, a subclass of `RotatedModule`.
-    """
-
-    forward: Callable[..., Any]
-    reads: tuple[str, ...]
-    behaviour: type[RotatedModule]
-
-
-def wrap(
-    module: nn.Module, rule: Rule, target: RotationTarget, partial: PartialRotation | None = None
-) -> None:
+def wrap(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
     """Shard the parameters that ``rule`` cuts, and let the module's forward go round the ring.
 
     Raises:
         RotationError: the module cannot be cut like this; the message names module and parameter.
     """
-    reads = None if partial is None else partial.reads
     require_own_forward(module)
     for name, child in module.named_modules():
-        if isinstance(child, RotatedModule) and _is_read(name, reads):
+        if isinstance(child, RotatedModule):
             raise RotationError(
                 f"{type(module).__name__}.{name} is rotated already; "
                 f"rotate either it or {type(module).__name__}"
@@ -528,11 +492,11 @@ def wrap(
         if source is not parameter:
             note_replaced(source, f"{cut.name} of {type(module).__name__}")
         setattr(module.get_submodule(path), name, parameter)
-    replicated = tuple(_replicated_names(module, layout, reads))
-    forward = module.forward if partial is None else partial.forward
+    cut_names = {cut.name for cut in layout.cuts}
+    replicated = tuple(name for name, _ in module.named_parameters() if name not in cut_names)
     rotation = Rotation(
         module,
-        forward,
+        module.forward,
         rule,
         layout,
         sharded,
@@ -544,10 +508,10 @@ def wrap(
         sharded.ring.pool.largest_whole_numel = max(
             sharded.ring.pool.largest_whole_numel, layout.numel(0)
         )
-    mix_in(module, RotatedModule if partial is None else partial.behaviour, "Rotated")
+    mix_in(module, RotatedModule, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
     module.num_hooks = num_hooks_inside(module)  # type: ignore[assignment]
-    module.guard = Guard.of(module, rotation.name, drops_out=rule.drops_out)  # type: ignore[assignment]
+    module.guard = Guard.of(module, rotation.name)  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]
 
 
@@ -564,20 +528,6 @@ def require_own_forward(module: nn.Module) -> None:
                 "set on the instance, so no rule can be true of it. Remove it before rotating, or "
                 "give no rule for the module"
             )
-
-
-def _is_read(name: str, reads: tuple[str, ...] | None) -> bool:
-    return reads is None or any(name == read or name.startswith(f"{read}.") for read in reads)
-
-
-def _replicated_names(
-    module: nn.Module, layout: Layout, reads: tuple[str, ...] | None
-) -> Iterator[str]:
-    """Names of the parameters that the forward reads and no cut names."""
-    cut_names = {cut.name for cut in layout.cuts}
-    for name, _ in module.named_parameters():
-        if name not in cut_names and _is_read(name, reads):
-            yield name
 
 
 def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedParameters:

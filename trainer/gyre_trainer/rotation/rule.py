@@ -1,12 +1,5 @@
 """How one kind of module is cut into slices; `gyre_trainer.layers` has the known kinds.
 
-Functions with code of their own, for the compiler.
-
-The compiler keeps its graphs by the code of the function that was called, up to eight for each, and
-runs what needs more as it is. The forward of a module's class is such a code. Of an object that is
-called it takes one that all such objects have in common, so different kinds of blocks would share
-eight graphs.
-
 A rotated module between two calls: how it is cut, where its slice lies, how slices travel.
 
 The life of a parameter: `gyre_trainer.shards.shard_parameters` keeps 1/N of it on each rank, and no
@@ -18,38 +11,20 @@ optimizer applies in place. See [Note: The backward ring] in `gyre_trainer.rotat
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, ClassVar, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.output_reduction import DeferredGrads, OutputReduction, SumOfOutputs
-from gyre_trainer.rotation.recomputation import Masks, Undropped, dropout_inside, may_drop_out
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.torch_internals import parameters_of
-
-_CALLS: WeakKeyDictionary[type, FunctionType] = WeakKeyDictionary()
-
-
-def with_own_code(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    """The same function, whose code is another one for each ``kind`` if it is a callable object."""
-    if isinstance(function, FunctionType | MethodType):
-        return function
-    if kind not in _CALLS:
-        _CALLS[kind] = FunctionType(_call.__code__.replace(), globals(), _call.__name__)
-    return MethodType(_CALLS[kind], function)
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,44 +73,15 @@ class Rule(ABC):
     """How one kind of module is cut, and how the slices' outputs make the module's output.
 
     Attributes:
-        backward_reads_weights: False if gradients need no weights. Such weights do not travel in
-            backward.
         divisible: whether any range of its one parameter can be a slice, so that a large slice may
             travel in pieces.
         recompute_pays: False if recomputation would save no memory.
         linear_in: names of the parameters in which the outputs must be linear so that they add up;
             empty if that needs no check.
-        drops_out: whether the forward may drop out; then the argument `MASKS_ARGUMENT` has the
-            masks of a call in training. See [Note: Dropout in slices] in
-            `gyre_trainer.rotation.recomputation`.
     """
 
-    backward_reads_weights: ClassVar[bool] = True
     divisible: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = True
-    drops_out: bool = False
-
-    def dropping(
-        self, current: ModuleSlice, masks: Masks | None, arguments: Any
-    ) -> AbstractContextManager[object]:
-        """A context in which the slice's forward drops out as the rule says.
-
-        Without masks nothing is dropped. ``arguments`` are those of the call.
-        """
-        if not self.drops_out or not may_drop_out(current.module):
-            return nullcontext()
-        masks = masks or Undropped()
-        return dropout_inside(current.weights, self.linear_in, masks, arguments)
-
-    def require_known_dropout(self, module: nn.Module) -> None:
-        """Refuse a module that drops out otherwise than the rule knows, before each call.
-
-        Rates may have changed since the module was rotated.
-
-        Raises:
-            RotationError: names the dropout.
-        """
-        return
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -266,13 +212,6 @@ class swapped:  # noqa: N801  # a context, used as a function is
 
 
 Recompute = Literal["none", "block", "layer"]
-# Arguments of earlier versions, and those of now.
-_REMOVED = {
-    "bundle_numel": "rotate_all(min_numel=...) to replicate small modules",
-    "recompute_parts": 'recompute="layer"',
-    "recompute_layers": 'recompute="layer"',
-    "dropout": "no dropout=, because each rank draws its own masks",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +233,7 @@ class RotationPolicy:
         compiler: a backend of `torch.compile`, such as "inductor", for what a module with several
             parameters computes with a slice; None to run modules as they are. All slices of one
             size share one compiled graph. Weight gradients are then formed next to the buffer that
-            travels, so they take memory of their own. Blocks that drop out run as they are in
-            training.
+            travels, so they take memory of their own.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -303,20 +241,6 @@ class RotationPolicy:
     recompute: Recompute = "none"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
-
-    def __new__(cls, *_args: Any, **given: Any) -> "RotationPolicy":
-        """Refuse arguments of earlier versions.
-
-        Raises:
-            RotationError: says all that is written now in their place.
-        """
-        now = [_REMOVED[name] for name in given if name in _REMOVED]
-        if isinstance(given.get("recompute"), bool):
-            now.insert(0, f'recompute="{"block" if given["recompute"] else "none"}"')
-        if now:
-            written = ", ".join(f"{name}={given[name]!r}" for name in given)
-            raise RotationError(f"RotationPolicy({written}): write {' and '.join(now)}")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
@@ -398,7 +322,8 @@ class Rotation:
     @property
     def is_compiled(self) -> bool:
         """Whether slices are computed by a compiled graph; a single operator would gain nothing."""
-        return self.policy.compiler is not None and len(self.layout.cuts) > 1
+        has_layers = len(self.layout.cuts) > 1 and isinstance(self.forward, MethodType)
+        return self.policy.compiler is not None and has_layers
 
     @cached_property
     def argument_names(self) -> tuple[str, ...]:
@@ -411,8 +336,7 @@ class Rotation:
         if not self.is_compiled:
             return self.forward
         assert self.policy.compiler is not None
-        forward = with_own_code(self.forward, type(self.module))
-        compiled: Callable[..., Any] = torch.compile(forward, backend=self.policy.compiler)
+        compiled: Callable[..., Any] = torch.compile(self.forward, backend=self.policy.compiler)
         return compiled
 
     @property

@@ -4,29 +4,18 @@ Rotation replaces the parameters of a model, and `materialize` those that are on
 else fails where an optimizer was made before: old parameters get no gradients, and a step skips
 them.
 
-Writes to parameters that no step of an optimizer made, such as those of weights that are loaded.
-
-[Note: Values that change later]
-
-Ranks that hold the same values compare them before the first backward, and take the same steps from
-then on. Another write may be made on one rank alone. Torch counts the writes to a tensor, so a rank
-knows, at no cost, that there was one outside of the optimizer's steps. Along with the gradients
-that a backward averages, each rank sends whether it has seen one. Only where some rank has, all
-ranks compare their values.
-
 Gradients of one module's shards, averaged over the replicas of the ring.
 
 When a module's gradients are complete on its ring, an all-reduce starts for them, and backward goes
-on with the modules before it. The end of backward waits for all of these, and compares values that
-were written outside of a step: see [Note: Values that change later].
+on with the modules before it. The end of backward waits for all of these.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -34,17 +23,14 @@ from gyre_protos.text import counted
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.identity import on_device
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import digest_of, local_of, place_of
-from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward, version_of
+from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward
 
 
 def ids_held_by(optimizer: Optimizer) -> list[int]:
@@ -141,119 +127,6 @@ def _is_own(function: Callable[..., Any]) -> bool:
     return function.__module__.startswith("gyre_trainer.")
 
 
-class OutsideWrites:
-    """Whether parameters were written to outside of a step since all ranks compared them.
-
-    A step is one of an optimizer that derives from torch's.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
-        self._parameters = parameters
-        self._num_counted: int | None = None
-        self._found = False
-        self._in_step = False
-        _STEPS.watch(self)
-
-    @property
-    def found(self) -> bool:
-        """Whether there was such a write; False before the first `settle`."""
-        self.look()
-        return self._found
-
-    def track(self, parameters: Sequence[Tensor]) -> None:
-        """Watch these from now on; others stay watched."""
-        if [*map(id, parameters)] != [*map(id, self._parameters)]:
-            self.look()
-            self._parameters = list(parameters)
-            self.skip()
-
-    def look(self) -> None:
-        """Take the writes since the last look for such that are outside of a step.
-
-        But in one: a backward of its closure looks at what the step has written so far.
-        """
-        if self._in_step:
-            self.skip()
-        elif self._num_counted is not None and self._num_counted != self._count():
-            self._found = True
-
-    def begin_step(self, *, has_closure: bool) -> None:
-        """Take the writes until `end_step` for those of a step.
-
-        Only a closure looks before that. So after a step without one that fails, others are seen.
-        """
-        self._in_step = False
-        self.look()
-        self._in_step = has_closure
-
-    def end_step(self) -> None:
-        """Take the writes from now on for such that are outside of a step."""
-        self.skip()
-        self._in_step = False
-
-    def skip(self) -> None:
-        """Take the writes since the last look for those of a step."""
-        if self._num_counted is not None:
-            self._num_counted = self._count()
-
-    def settle(self) -> None:
-        """Note that all ranks have the same values now."""
-        self._num_counted, self._found = self._count(), False
-
-    def are_of(self, parameters: set[int]) -> bool:
-        """Whether one of the parameters has one of these ids."""
-        return any(id(each) in parameters for each in self._parameters)
-
-    def _count(self) -> int:
-        return sum(map(_num_writes, self._parameters))
-
-
-def _num_writes(parameter: Tensor) -> int:
-    """The writes to a parameter, or to its shard as a tensor of its own."""
-    local = version_of(parameter._local_tensor) if isinstance(parameter, DTensor) else 0
-    return version_of(parameter) + local
-
-
-class _Steps:
-    """Tells those who watch parameters which writes are those of a step."""
-
-    def __init__(self) -> None:
-        self._watching: WeakSet[OutsideWrites] = WeakSet()
-        self._num_watched = 0
-        self._seen: WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = WeakKeyDictionary()
-        self._stepped: WeakKeyDictionary[Optimizer, list[ref[OutsideWrites]]] = WeakKeyDictionary()
-
-    def watch(self, writes: OutsideWrites) -> None:
-        if not self._num_watched:
-            register_optimizer_step_pre_hook(self._before)
-            register_optimizer_step_post_hook(self._after)
-        self._watching.add(writes)
-        self._num_watched += 1
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        has_closure = len(args) > 1 or bool(kwargs)  # the first one is the optimizer
-        for each in self._of(optimizer):
-            each.begin_step(has_closure=has_closure)
-
-    def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for each in self._of(optimizer):
-            each.end_step()
-
-    def _of(self, optimizer: Optimizer) -> Iterator[OutsideWrites]:
-        held = ids_held_by(optimizer)
-        seen = self._num_watched, held
-        if self._seen.get(optimizer) != seen:
-            self._seen[optimizer] = seen
-            ids = set(held)
-            self._stepped[optimizer] = [ref(each) for each in self._watching if each.are_of(ids)]
-        for reference in self._stepped[optimizer]:
-            if (there := reference()) is not None:
-                yield there
-
-
-_STEPS = _Steps()
-
-
 class ReplicaGradients:
     """Averages the accumulated gradients of one module's shards over the replicas.
 
@@ -263,8 +136,6 @@ class ReplicaGradients:
     Attributes:
         postponed: whether backward leaves each replica its own gradients for now; `no_sync` sets
             it.
-        writes: to the shards, once they were compared.
-        name: of the module, for messages.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], flat: Tensor, ring: Ring) -> None:
@@ -273,8 +144,6 @@ class ReplicaGradients:
         self._parameters = parameters
         self._flat = flat
         self._ring = ring
-        self.writes = OutsideWrites(parameters)
-        self.name = ""
         self._is_compared = False
         self._watched = WeakIdKeyDictionary()
         self._touched = 0
@@ -296,9 +165,7 @@ class ReplicaGradients:
             refuse_hooks(parameter)
         if not self._is_compared and not is_fake(self._flat):
             self._is_compared = True
-            self.name = name
             _require_equal_replicas(self._flat, self._ring, name)
-            self.writes.settle()
 
     def touch(self) -> None:
         """Note a parameter's gradient; the module's last one starts the all-reduce."""
@@ -318,11 +185,6 @@ class ReplicaGradients:
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         for grad in _joined(grads):
             self._backwards.start(grad, self._number)
-
-    @property
-    def digest(self) -> int | None:
-        """Of the shards' values; None where replicas have not compared them yet."""
-        return digest_of(self._flat) if self._is_compared else None
 
     def settle(self) -> None:
         """Wait for the all-reduces in flight, before anything else is added to a gradient."""
@@ -414,50 +276,17 @@ class _Backwards:
                 grad.div_(self._group.size())
         self._in_flight.clear()
 
-    @property
-    def wrote(self) -> bool:
-        """Whether this rank wrote to a shard outside of a step since replicas compared it."""
-        return any(member.writes.found for member in self._members.values())
-
-    def compare(self) -> None:
-        """Refuse shards that differ from the other replicas' now. Collective among these.
-
-        Raises:
-            RotationError: on every rank, at once or where it waits for another one.
-        """
-        members = dict(sorted(self._members.items()))
-        here = {n: digest for n, each in members.items() if (digest := each.digest) is not None}
-        everyone: list[dict[int, int]] = [{} for _ in range(self._group.size())]
-        with self._diagnosis.collective("comparing values among the replicas"):
-            dist.all_gather_object(everyone, here, self._group)
-        for number, digest in here.items():
-            members[number].writes.settle()
-            if any(other.get(number, digest) != digest for other in everyone):
-                error = self._diagnosis.mispaired(
-                    "comparing values among the replicas",
-                    f"{members[number].name} was written to outside of an optimizer's step, and "
-                    "has other values in one replica of the ring than in another now, so they "
-                    "would train different models; write the same values on all ranks",
-                )
-                if (ring := self._ring()) is not None:
-                    ring.give_up()
-                raise error
-
     def _require_one_order(self, grad: Tensor) -> None:
-        """Refuse replicas that trained other modules.
-
-        Where one has written to its shards outside of a step, compare them.
-        """
+        """Refuse replicas that trained other modules."""
         ring = self._ring()
         if is_fake(grad) or ring is None:
             return
         number = int.from_bytes(self._order, "little")
         like = torch.empty(0, dtype=torch.int64, device=grad.device)
-        extremes = on_device([number, -number, int(self.wrote)], like)
+        extremes = on_device([number, -number], like)
         with self._diagnosis.collective("comparing the modules that the replicas trained"):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
-        ring.checks.require(extremes[:2].sum(), 0, _refuse_order)
-        ring.checks.require(extremes[2], 0, lambda _: self.compare())
+        ring.checks.require(extremes.sum(), 0, _refuse_order)
 
 
 def _refuse_order(_: int) -> None:
@@ -485,21 +314,6 @@ def finish_backward(ring: Ring, backward: int | None) -> None:
     """
     if ring in _BACKWARDS:
         _BACKWARDS[ring].finish(backward)
-
-
-def shards_were_written(ring: Ring) -> bool:
-    """Whether this rank wrote to shards outside of a step since its replicas compared them."""
-    return ring in _BACKWARDS and _BACKWARDS[ring].wrote
-
-
-def compare_shards(ring: Ring) -> None:
-    """Refuse shards that differ among the replicas of the ring now; collective among these.
-
-    Raises:
-        RotationError: on every rank, at once or where it waits for another one.
-    """
-    if ring in _BACKWARDS:
-        _BACKWARDS[ring].compare()
 
 
 def _require_equal_replicas(flat: Tensor, ring: Ring, name: str) -> None:

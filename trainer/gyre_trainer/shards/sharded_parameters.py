@@ -8,10 +8,7 @@ Also here:
 
 * Random numbers written to shards by `nn.init`, which would be the same on each rank.
 
-Torch's fused optimizers and its gradient scaling on DTensors, where torch does not support them.
-
-Of the fused optimizers, torch supports Adam and AdamW. SGD and Adagrad are elementwise too, and an
-optimizer's states are cut as their parameters are.
+Torch's gradient scaling on DTensors, where torch does not support it.
 
 A `torch.amp.GradScaler` skips a step whose gradients are infinite. Torch lets the ranks agree on
 that by the placement of the first gradient: where that is of a replicated parameter, such as a
@@ -41,10 +38,9 @@ from gyre_trainer.shards.layout import (
     Layout,
     as_parameter,
     digest_of,
-    local_of,
     with_local,
 )
-from gyre_trainer.torch_internals import storage_number, tree_map, version_of
+from gyre_trainer.torch_internals import storage_number, version_of
 
 # Torch counts the writes to a tensor from 0.
 _MORE_THAN_ANY_COUNT = 2**40
@@ -192,12 +188,6 @@ def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) ->
         _SHARDED[parameter] = weakref.ref(sharded)
 
 
-_OPERATORS = (
-    torch.ops.aten._fused_sgd_.default,
-    torch.ops.aten._fused_sgd_.tensor_lr,
-    torch.ops.aten._fused_adagrad_.default,
-    torch.ops.aten._fused_adagrad_.tensor_lr,
-)
 _VIEW = torch.ops.aten.view.default
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -208,8 +198,6 @@ def support_dtensors() -> None:
     An operator that already has a handler keeps it.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    for operator in _OPERATORS:
-        handlers.setdefault(operator, _on_local_shards)
     handlers.setdefault(_VIEW, _View())
     of_torch = handlers[_UNSCALE]
     if not isinstance(of_torch, _ShardsFirst):
@@ -276,18 +264,6 @@ class _ShardsFirst:
         grads, *others = args
         ordered = sorted(grads, key=lambda grad: not any(map(Placement.is_shard, grad.placements)))
         return self._of_torch(op_call, (ordered, *others), kwargs)
-
-
-def _on_local_shards(
-    op_call: OpOverload[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
-) -> Any:
-    """Run the operator on this rank's shards; it writes to its arguments and returns no tensor."""
-    local_args, local_kwargs = tree_map(_local, (args, kwargs))
-    return op_call(*local_args, **local_kwargs)
-
-
-def _local(leaf: object) -> object:
-    return local_of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 _aten = torch.ops.aten

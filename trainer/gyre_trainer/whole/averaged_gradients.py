@@ -28,13 +28,7 @@ from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import copy_shards, own_class
-from gyre_trainer.shards.averaging import (
-    OutsideWrites,
-    compare_shards,
-    finish_backward,
-    refuse_hooks,
-    shards_were_written,
-)
+from gyre_trainer.shards.averaging import finish_backward, refuse_hooks
 from gyre_trainer.shards.layout import digest_of, local_of, spec_of, with_spec
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward
@@ -66,7 +60,6 @@ class ReplicatedGradients:
         self.ring = ring_of(mesh)
         self._backward: int | None = None
         self._is_compared = False
-        self._writes = OutsideWrites()
         self._watched = WeakIdKeyDictionary()
         self._others = WeakIdKeyDictionary()
         self.watch()
@@ -122,7 +115,6 @@ class ReplicatedGradients:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
-        self._writes.track(self._parameters)
         if self.ring.num_parts > 1:
             for parameter in own:
                 refuse_hooks(parameter)
@@ -155,7 +147,6 @@ class ReplicatedGradients:
         if any(is_fake(each) for each in values):
             return
         self._is_compared = True
-        self._writes.settle()
         differs = self._differ(values)
         num_parameters = len(self._parameters)
         different = set(compress(self._parameters, differs))
@@ -186,23 +177,6 @@ class ReplicatedGradients:
         differs: list[bool] = extremes.sum(0).ne(0).tolist()
         return differs
 
-    def _compare_written(self) -> None:
-        """Refuse values that differ now, as some rank wrote some outside of a step; collective.
-
-        Raises:
-            RotationError: on every rank.
-        """
-        compare_shards(self.ring)
-        self._writes.settle()
-        parameters = self._parameters
-        for parameter in compress(parameters, self._differ([*map(local_of, parameters)])):
-            raise RotationError(
-                f"a parameter of shape {tuple(parameter.shape)} that every rank has whole was "
-                "written to outside of an optimizer's step, and has other values on one rank than "
-                "on another now, so they would train different models. Write the same values on "
-                "all ranks."
-            )
-
     def touched(self) -> None:
         """Note that a gradient was computed; the end of this backward averages all gradients."""
         if self.ring.num_parts == 1:
@@ -230,16 +204,14 @@ class ReplicatedGradients:
             for p in parameters
         ]
         trained = [p.requires_grad for p in self._parameters]
-        wrote_here = self._writes.found or shards_were_written(self.ring)
-        numbers = on_device([*has, *trained, wrote_here], grads[0])
+        numbers = on_device([*has, *trained], grads[0])
         self.ring.settle()
         *sums, numbers = self._added_up([*grads, numbers])
-        used, trains, wrote = torch.split(numbers, [len(has), len(trained), 1])
+        used, trains = torch.split(numbers, [len(has), len(trained)])
         if self._is_added_up(numbers):
             num_trains = trains.clone()
             is_mixed = ((num_trains > 0) & (num_trains < self.ring.num_parts)).any()
             self.ring.checks.require(is_mixed, 0, lambda _: self._refuse_choice(num_trains))
-            self.ring.checks.require(wrote[0].ne(0), 0, lambda _: self._compare_written())
         # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
         by_any = has if all(has) or is_fake(used) else used.gt(0).tolist()
         for parameter, grad, total, there, wanted in zip(

@@ -314,7 +314,8 @@ def _read(
     gathered = GatheredParameter(owner, last, module, sharded, target.policy, dtype)
     readers = {module: name, **({owner: last} if has_forward(owner) else {})}
     for each, own_name in readers.items():
-        mix_in(each, ReplicatedModule, "Replicated")
+        attends = isinstance(each, nn.MultiheadAttention)
+        mix_in(each, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
         reader: Any = each
         reader.outer_dtype = target.policy.outer_dtype
         reader.gathered = {**reader.gathered, own_name: gathered}
@@ -520,7 +521,20 @@ def _put_back(module: nn.Module, _args: Any, _output: Any) -> None:
     vars(module)[_PLAIN].put_back()
     error = sys.exc_info()[1]
     if isinstance(error, RuntimeError) and "DTensor" in str(error):
-        error.add_note(f"{own_class(module).__name__}: {_READS}")
+        error.add_note(f"{own_class(module).__name__}: {_READS}{_of_embeddings(module)}")
+
+
+def _of_embeddings(model: nn.Module) -> str:
+    """Says which embeddings were never called, so that a forward may read their weights."""
+    read = [
+        path
+        for path, each in model.named_modules()
+        if isinstance(each, nn.Embedding)
+        and isinstance(each, RotatedModule)
+        and not each.was_called
+    ]
+    rules = ", ".join(f'"*.{path.rpartition(".")[2]}": None' for path in read)
+    return f" {read[0]} was never called: pass rules={{{rules}}}" if read else ""
 
 
 def _before_state(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:

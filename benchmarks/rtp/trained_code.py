@@ -1,6 +1,6 @@
 """Writes the digests of blocks that train exactly: no digest enters the table by another way.
 
-    python -m tests.distributed.models.trained_code [--models Llama Mixtral]
+    python -m benchmarks.rtp.trained_code [--models Llama Mixtral]
 
 Each family trains on two and on three ranks with every block of the table, whatever its code is. A
 block whose losses, gradients and parameters are those of one process gets its digest written, under
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), metavar="NAME")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
     options = parser.parse_args(arguments)
-    import transformers  # seconds, for this command alone
+    import transformers  # noqa: PLC0415  # seconds, for this command alone
 
     version = f"transformers {transformers.__version__}"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
