@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.comm.buffer_pool import BufferPool, with_room
+from gyre_trainer.comm.identity import BufferPool, with_room
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Leg, Stream, Work, ring_of
 from gyre_trainer.layers.attention import rope_table

@@ -157,7 +157,7 @@ def _section(found: Findings) -> list[str]:
             "## T by whole shards",
             "",
             (
-                f"{found.text} Mixing is how far apart in the dataset batch-mates lie, on average; "
+                f"{found.text} Mixing is how far apart in the dataset batch-mates are, on average; "
                 f"1 for a uniform shuffle. {load}"
             ),
             "",

@@ -1,18 +1,15 @@
 """A dry run of more ranks than there are cores divides memory and counts bytes by the formula."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting import dry_run as dry_runs
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.counters import CATEGORIES, Category
 from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers import head
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
@@ -206,18 +203,3 @@ def test_activations_of_a_million_tokens_are_counted() -> None:
         return dry_run(settings, Strategy.DDP, 2).timeline.peak()[Category.ACTIVATIONS]
 
     assert 1 <= activations(2**20) / (16 * activations(2**16)) < 1.2
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_few_chunks_of_a_head_tell_what_all_cost(
-    num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = config()
-    monkeypatch.setattr(head, "_MAX_LOGITS", 37 * MODEL["vocab_size"] // num_ranks)
-    few = dry_run(settings, Strategy.GYRE, num_ranks)
-    monkeypatch.setattr(dry_runs, "few_for_all", nullcontext)
-    every = dry_run(settings, Strategy.GYRE, num_ranks)
-    assert (few.operations, few.sent_bytes) == (every.operations, every.sent_bytes)
-    assert few.timeline.totals.max() == every.timeline.totals.max()
-    assert few.timeline.live.max(axis=0).tolist() == every.timeline.live.max(axis=0).tolist()
-    assert len(few.timeline.events) < len(every.timeline.events), "fewer operators ran"

@@ -5,15 +5,17 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.comm.buffer_pool import (
+from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
+from gyre_trainer.comm.identity import (
     BufferPool,
+    HopIdentity,
+    Modules,
+    StepChecks,
     copy_with_room,
     framed,
     number_in,
     with_room,
 )
-from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
-from gyre_trainer.comm.identity import HopIdentity, Modules, StepChecks
 from gyre_trainer.comm.ring import Direction, Leg, Ring, Stream, Work
 from gyre_trainer.errors import RotationError
 from torch import Tensor

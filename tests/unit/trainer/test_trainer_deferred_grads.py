@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.rotation.output_reduction import DeferredGrads, DeferWeightGrads, RunningSum
+from gyre_trainer.rotation.rule import DeferredGrads, DeferWeightGrads, RunningSum
 from gyre_trainer.shards import travel
 from gyre_trainer.shards.travel import SliceGrad
 from torch import Tensor

@@ -35,8 +35,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
-from gyre_trainer.layers.head import multiplicity
-
 
 class Ran(NamedTuple):
     """An operator that has run.
@@ -133,9 +131,9 @@ class Operations(Dispatched):  # type: ignore[no-untyped-call]
         self.num_operators = 0
 
     def saw(self, ran: Ran) -> None:
-        """Count what the operator computed, and all that it stands for."""
-        self.num_operators += multiplicity()
-        self.total += multiplicity() * _operations(ran)
+        """Count the operations of an operator."""
+        self.num_operators += 1
+        self.total += _operations(ran)
 
 
 def _operations(ran: Ran) -> int:

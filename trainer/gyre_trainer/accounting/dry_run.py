@@ -31,7 +31,6 @@ from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distr
 from gyre_trainer.accounting.counters import tensors_in
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError, TrainError
-from gyre_trainer.layers.head import few_for_all
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.training.build import encode_frozen, plain
@@ -168,7 +167,7 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
     """
     config.require_divisible(num_ranks)
     values = RealIntegers()
-    with few_for_all(), on_fake_ranks(num_ranks, values) as mesh:
+    with on_fake_ranks(num_ranks, values) as mesh:
         device = torch.device("cpu")
         # random tokens are fake, so all are taken to differ
         examples = stand_in(config, config.data.batch_size // num_ranks, seed=0)

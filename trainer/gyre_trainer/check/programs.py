@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.accounting.step_cost import measure_step
-from gyre_trainer.comm.buffer_pool import BufferPool
+from gyre_trainer.comm.identity import BufferPool
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Direction, Hop, Leg, Ring, Stream, Work, ring_of
 from gyre_trainer.layers.experts import MoE

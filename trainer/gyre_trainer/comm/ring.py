@@ -46,9 +46,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gyre_trainer.comm.buffer_pool import BufferPool, copy_with_room, framed, number_in, with_room
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
-from gyre_trainer.comm.identity import Modules, StepChecks, differ_in_trained, span
+from gyre_trainer.comm.identity import (
+    BufferPool,
+    Modules,
+    StepChecks,
+    copy_with_room,
+    differ_in_trained,
+    framed,
+    number_in,
+    span,
+    with_room,
+)
 from gyre_trainer.comm.mesh import replica_group, ring_group
 from gyre_trainer.errors import RingError, RotationError
 from gyre_trainer.torch_internals import profiler_enabled, without_dispatch
@@ -192,7 +201,7 @@ class Direction(IntEnum):
 class _Frame(NamedTuple):
     """A tensor as it travels: with the identity of its hop behind it.
 
-    See [Note: The number behind a buffer] in `buffer_pool`.
+    See [Note: The number behind a buffer] in `identity`.
 
     Attributes:
         flat: the caller's tensor.

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from gyre_trainer.errors import RotationError, TrainError
 from gyre_trainer.inspection.agreement import refuse_together, refusing_together
 from gyre_trainer.rotation.call import Call, cast
-from gyre_trainer.rotation.output_reduction import SumOfOutputs
 from gyre_trainer.rotation.recomputation import (
     generators_of,
     outside_of_layers,
@@ -29,7 +28,7 @@ from gyre_trainer.rotation.recomputation import (
 )
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
-from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
+from gyre_trainer.rotation.rule import Rotation, Rule, SumOfOutputs, parameter_at, swapped
 from gyre_trainer.torch_internals import is_fake, tree_leaves, tree_map_only
 
 

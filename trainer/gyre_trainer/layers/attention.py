@@ -26,16 +26,18 @@ from gyre_trainer.layers.linear import (
     require_counts,
 )
 from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.rotation.output_reduction import (
-    ConcatenatedOutputs,
-    OutputReduction,
-    SumOfOutputs,
-)
 from gyre_trainer.rotation.rotated_module import (
     RotationTarget,
     wrap,
 )
-from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rule
+from gyre_trainer.rotation.rule import (
+    ArgumentCut,
+    ConcatenatedOutputs,
+    ModuleSlice,
+    OutputReduction,
+    Rule,
+    SumOfOutputs,
+)
 from gyre_trainer.shards.layout import Cut, Layout
 
 

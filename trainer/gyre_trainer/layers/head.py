@@ -1,16 +1,6 @@
 # ruff: noqa: N803, N806  # names carry shape letters
 # ruff: noqa: N803, N806, N815  # names carry shape letters
-"""Computes few of many equal chunks of tokens while a plan counts what a step costs.
-
-[Note: Chunks that stand for others]
-
-A head computes its logits chunk by chunk. A plan's dry run computes no values: to it, all chunks
-but the last differ in nothing, and each takes as much Python as the first. So while it counts, the
-first, the second and the last are computed, and the second stands for all between. `multiplicity`
-says for how many, and what is counted is multiplied by that. Memory is as with all of them, because
-a chunk lets go of its logits before the next one begins.
-
-Compute a slice's share of what a loss needs of the logits, and of the gradients.
+"""Compute a slice's share of what a loss needs of the logits, and of the gradients.
 
 A loss needs two or three numbers of each token's logits. They are computed in chunks of tokens, so
 that not even the logits of a slice exist as a whole.
@@ -35,9 +25,8 @@ are reduced exactly, and the loss is computed from them. In backward a slice com
 again, unless the head is frozen.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -49,50 +38,19 @@ from torch.autograd.function import once_differentiable
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import is_quantized, rows
 from gyre_trainer.rotation.call import cast
-from gyre_trainer.rotation.output_reduction import DeferredGrads, OutputReduction, RunningSum
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
-from gyre_trainer.rotation.rule import ModuleSlice, Rule, parameter_at
+from gyre_trainer.rotation.rule import (
+    DeferredGrads,
+    ModuleSlice,
+    OutputReduction,
+    Rule,
+    RunningSum,
+    parameter_at,
+)
 from gyre_trainer.shards.layout import Cut, Layout, local_of
 from gyre_trainer.shards.travel import add_wide_product, takes_wide_product
 from gyre_trainer.whole.replicated import ReplicatedModule
-
-# None: nothing is counted, so all chunks are computed.
-_stands_for: ContextVar[int | None] = ContextVar("stands_for", default=None)
-
-
-@contextmanager
-def few_for_all() -> Iterator[None]:
-    """A context in which a chunk may stand for others; without it all are computed."""
-    token = _stands_for.set(1)
-    try:
-        yield
-    finally:
-        _stands_for.reset(token)
-
-
-def multiplicity() -> int:
-    """For how many chunks the one that is computed now stands, itself among them."""
-    return _stands_for.get() or 1
-
-
-def computed_of(chunks: Sequence[slice]) -> Iterator[slice]:
-    """The chunks to compute, in order: all, or few where `few_for_all` says so.
-
-    Args:
-        chunks: all of one size but the last.
-    """
-    if _stands_for.get() is None or len(chunks) <= 3:
-        yield from chunks
-        return
-    yield chunks[0]
-    _stands_for.set(len(chunks) - 2)
-    try:
-        yield chunks[1]
-    finally:
-        _stands_for.set(1)
-    yield chunks[-1]
-
 
 # Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster on a
 # CPU; much less makes the matrix products small. On CUDA fewer rows would leave most of a device
@@ -394,7 +352,7 @@ def _chunks(x_TD: Tensor, num_elements: int) -> Iterator[slice]:
     On CUDA a range has at least `_MIN_ROWS_ON_CUDA` tokens.
     """
     size = max(_MIN_ROWS_ON_CUDA if x_TD.is_cuda else 1, _MAX_LOGITS // num_elements)
-    return computed_of([slice(start, start + size) for start in range(0, len(x_TD), size)])
+    return (slice(start, start + size) for start in range(0, len(x_TD), size))
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:

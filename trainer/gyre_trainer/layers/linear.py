@@ -26,14 +26,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
 from gyre_trainer.rotation.rotated_module import (
     RotatedModule,
     RotationTarget,
     own_class,
     wrap,
 )
-from gyre_trainer.rotation.rule import ModuleSlice, RowsRule, Rule, parameter_at
+from gyre_trainer.rotation.rule import (
+    ConcatenatedOutputs,
+    ModuleSlice,
+    OutputReduction,
+    RowsRule,
+    Rule,
+    parameter_at,
+)
 from gyre_trainer.shards.layout import Cut, Layout, local_of
 from gyre_trainer.shards.quantized import (
     SCALE,

@@ -23,13 +23,21 @@ from torch import Tensor
 
 from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.output_reduction import DeferredGrads, DeferWeightGrads, RunningSum
 from gyre_trainer.rotation.recomputation import (
     Recomputation,
     autocast_of_now,
     recomputable,
 )
-from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rotation, parameter_at, swapped
+from gyre_trainer.rotation.rule import (
+    ArgumentCut,
+    DeferredGrads,
+    DeferWeightGrads,
+    ModuleSlice,
+    Rotation,
+    RunningSum,
+    parameter_at,
+    swapped,
+)
 from gyre_trainer.shards.layout import local_of, spec_of, with_spec
 from gyre_trainer.torch_internals import TreeSpec, tree_flatten, tree_unflatten, version_of
 

@@ -24,11 +24,11 @@ from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
-from gyre_trainer.shards.averaging import note_replaced
 from gyre_trainer.shards.layout import Layout, local_of, with_local
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
     copy_sharded,
+    note_replaced,
     shard_parameters,
     sharded_parameters_of,
 )

@@ -42,9 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.averaging import note_replaced
 from gyre_trainer.shards.layout import place_of
-from gyre_trainer.shards.sharded_parameters import note_rewritten
+from gyre_trainer.shards.sharded_parameters import note_replaced, note_rewritten
 from gyre_trainer.torch_internals import buffers_of, is_fake, parameters_of, storage_number
 
 _Init = Callable[[nn.Module], object]

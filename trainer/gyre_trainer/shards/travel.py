@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gyre_trainer.comm.buffer_pool import with_room
-from gyre_trainer.comm.identity import HopIdentity, digest_of_names
+from gyre_trainer.comm.identity import HopIdentity, digest_of_names, with_room
 from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream
 from gyre_trainer.shards.layout import Layout
 

@@ -28,9 +28,12 @@ from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import copy_shards, own_class
-from gyre_trainer.shards.averaging import finish_backward, refuse_hooks
 from gyre_trainer.shards.layout import digest_of, local_of, spec_of, with_spec
-from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.shards.sharded_parameters import (
+    finish_backward,
+    refuse_hooks,
+    sharded_parameters_of,
+)
 from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward
 
 # A bucket of gradients is averaged at once: 25 MiB in float32, as in DDP. Smaller ones take more

@@ -33,10 +33,10 @@ from gyre_trainer.rotation.rotated_module import (
     uncompiled,
 )
 from gyre_trainer.rotation.rule import Rule, swapped
-from gyre_trainer.shards.averaging import note_replaced
 from gyre_trainer.shards.layout import Cut, Layout, as_parameter, local_of, place_of
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
+    note_replaced,
     shard_parameters,
     sharded_parameters_of,
     successor_of,
