@@ -215,11 +215,6 @@ def test_an_unknown_loss_is_refused(case: str) -> None:
     assert "model(labels=...)" in str(refused.value)
 
 
-def test_a_batch_without_labels_is_refused() -> None:
-    with pytest.raises(RotationError, match="the batch has no labels"):
-        causal_loss(made("Llama"), {"input_ids": data()[0]})
-
-
 def lines_of_log() -> list[str]:
     """What the log says of `causal_loss`, and then of two calls with labels."""
     rows, labels = mine()

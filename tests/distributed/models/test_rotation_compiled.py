@@ -6,16 +6,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
-from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import RotationPolicy
 from torch import nn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import VARIANT, backward, mine, reference
 from tests.distributed.training import (
     Variant,
@@ -84,39 +81,3 @@ def test_all_blocks_and_slices_share_one_graph_of_each_kind(ranks: StartRanks) -
     for apart, num_graphs in ranks(3).run(train, compiled(deeper)):
         assert apart <= 1e-12
         assert num_graphs == [2] * NUM_STEPS  # attention and MLP
-
-
-def train_family(compiled: str, family: str = "Llama", num_layers: int = 2) -> Trained:
-    """Train a model of the library, compiled as a whole, block by block, or slice by slice."""
-    warnings.simplefilter("ignore")  # the compiler's own, of what it traces in the library
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model, alone = (made(family, num_hidden_layers=num_layers) for _ in range(2))
-    policy = RotationPolicy(compiler=BACKEND if compiled == "slices" else None)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
-    for module in model.model.layers if compiled == "blocks" else [model]:
-        if compiled != "slices":
-            module.compile(backend=BACKEND)
-    both = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, alone)]
-    num_graphs = []
-    for step in range(NUM_STEPS + 1):  # the first one checks what was found, without a compiler
-        data = batch(step, VOCABULARY)
-        for each, optimizer in both:
-            tokens, targets = mine(data) if each is model else data
-            given = {"decoder_input_ids": tokens} if family == "T5" else {}
-            logits = each(input_ids=tokens, **given).logits
-            backward(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-            optimizer.step()
-            optimizer.zero_grad()
-        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return Trained(distance(whole_parameters(model), whole_parameters(alone)), num_graphs)
-
-
-@pytest.mark.parametrize("compiled", ["model", "blocks"])
-def test_a_llama_of_the_library_compiles_once_as_a_whole_and_by_blocks(
-    ranks: StartRanks, compiled: str
-) -> None:
-    for apart, num_graphs in ranks(2).run(train_family, compiled):
-        assert apart <= 1e-6  # its norms compute in float32
-        assert num_graphs[1] > 0
-        assert num_graphs == [num_graphs[0], *[num_graphs[1]] * NUM_STEPS]

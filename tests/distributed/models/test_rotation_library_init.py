@@ -120,15 +120,6 @@ def require_equal(family: str, found: dict[str, Tensor], expected: dict[str, Ten
         assert torch.equal(found[name], value), f"{family}: {name}"
 
 
-def test_values_that_replace_the_data_of_a_parameter_are_taken() -> None:
-    """As ViT does in half precision: it draws in float32 and assigns the rounded values."""
-    with torch.device("meta"):
-        model = made("ViT", half=True)
-    materialize(model, seed=SEED)
-    expected = dict(by_the_library("ViT", half=True).named_parameters())
-    require_equal("ViT", dict(model.named_parameters()), expected)
-
-
 class Doubles(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from tests.distributed.comparing import BATCH, Case, distances
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import whole
 
 DIM = 6
 
@@ -125,40 +124,6 @@ CASES = {"in place": in_place, "normed": normed, "returns": returns, "biased": b
 def test_own_code_trains_exactly(ranks: StartRanks, num_ranks: int) -> None:
     for found in ranks(num_ranks).run(distances, CASES, RotationPolicy()):
         assert max(found.values()) <= 1e-12, found
-
-
-def with_statistics() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Flatten())
-
-
-def of_batch_norm(mesh: Any = None) -> dict[str, Tensor]:
-    """Outputs, gradients and statistics for the same rows on all ranks; rotated in bfloat16."""
-    model = with_statistics()
-    if mesh is not None:
-        rotate_all(model, mesh=mesh, policy=RotationPolicy(compute_dtype=torch.bfloat16))
-    torch.manual_seed(1)
-    output = model(x())
-    output.float().sin().mean().backward()
-    grads = {
-        f"gradient of {n}": whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
-    }
-    statistics = dict(model.named_buffers())
-    return {"output": output.detach(), **grads, **statistics}
-
-
-def of_rotated_batch_norm() -> dict[str, Tensor]:
-    return of_batch_norm(make_mesh("cpu"))
-
-
-def test_batch_norm_computes_in_half_precision(ranks: StartRanks) -> None:
-    expected = of_batch_norm()
-    for found in ranks(2).run(of_rotated_batch_norm):
-        assert found["output"].dtype == torch.bfloat16
-        assert found["gradient of 1.weight"].dtype == torch.float32
-        assert found["1.running_var"].dtype == torch.float32
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name].to(value.dtype), value, rtol=0.1, atol=0.02)
 
 
 def told() -> list[str]:

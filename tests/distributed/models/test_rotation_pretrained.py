@@ -4,7 +4,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -294,54 +293,3 @@ def test_experts_are_read_and_written_by_parts(
     )
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], stored[name]) for name in stored)
-
-
-def described_in_pictures(kind: str) -> Any:
-    """A tiny model with a tower for pictures, whose parameters have other names in files."""
-    import transformers
-
-    library: Any = transformers
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 1}
-    config = library.Qwen2VLConfig(
-        text_config={
-            "vocab_size": 61,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
-            **sizes,
-            **heads,
-        },
-        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
-    )
-    return getattr(library, kind)(config)
-
-
-def renamed(source: Path, target: Path, kind: str) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = described_in_pictures(kind)
-    rotate_all(model, mesh=make_mesh("cpu"))
-    pretrained.load(model, source)
-    pretrained.save_pretrained(model, target)
-    return whole_parameters(model)
-
-
-@pytest.mark.parametrize("kind", ["Qwen2VLForConditionalGeneration", "Qwen2VLModel"])
-def test_names_in_files_are_those_of_the_library(
-    ranks: StartRanks, tmp_path: Path, kind: str
-) -> None:
-    """Those of a model with a head, and those of the model inside, which has another mapping."""
-    torch.manual_seed(0)
-    plain = described_in_pictures(kind)
-    plain.save_pretrained(tmp_path / "source")
-    expected = dict(plain.named_parameters())
-    stored = load_file(tmp_path / "source" / "model.safetensors")
-    since_5 = int(version("transformers").partition(".")[0]) >= 5
-    if not since_5 or kind != "Qwen2VLModel":  # it has no other names in files since then
-        assert "model.embed_tokens.weight" in stored.keys() - expected.keys()
-    for found in ranks(2).run(renamed, tmp_path / "source", tmp_path / "target", kind):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    if since_5:
-        assert load_file(tmp_path / "target" / "model.safetensors").keys() == stored.keys()
-    again = type(plain).from_pretrained(tmp_path / "target")
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, expected[name])

@@ -104,43 +104,6 @@ def test_what_is_read_trains_exactly(ranks: StartRanks, name: str, num_ranks: in
     assert {run.num_whole for run in found} == {CASES[name].num_whole}
 
 
-class Large(nn.Module):
-    """Has parameters on both sides of what is cut without a rule, one computed from another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.rand(512, 512))
-        self.gain = nn.Parameter(torch.rand(512))
-        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(512, 512))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x @ self.table * self.gain)
-        return y
-
-
-def large() -> tuple[str, float]:
-    """The plan, and how far gradients are from those of one process."""
-    torch.manual_seed(0)
-    model, plain = Large(), Large()
-    plain.load_state_dict(model.state_dict())
-    plan = rotate_all(model, mesh=make_mesh("cpu"))
-    x = torch.rand(2, 512)
-    for each in (model, plain):
-        each(x).sin().sum().backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    off = [(whole(p.grad) - expected[name]).abs().max() for name, p in model.named_parameters()]  # type: ignore[arg-type, operator]
-    return str(plan), float(max(off))
-
-
-def test_large_parameters_are_cut_without_a_rule(ranks: StartRanks) -> None:
-    for plan, off in ranks(2).run(large):
-        assert [line.split()[2:4] for line in plan.splitlines() if "ReadRule" in line] == [
-            ["ReadRule", "262,144"],
-            ["ReadRule", "262,144"],
-        ]
-        assert off < 1e-4
-
-
 def kept(name: str) -> tuple[list[int], list[str]]:
     """How many whole matrices live after forward and after backward, and what autograd saved."""
     torch.manual_seed(0)

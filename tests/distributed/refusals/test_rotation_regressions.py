@@ -16,9 +16,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.training.gpt import GPT
 from torch import Tensor
@@ -209,19 +206,3 @@ def gradients_after_backwards_of_another_order() -> list[float]:
 def test_weights_sent_ahead_are_those_of_the_present_step(ranks: StartRanks) -> None:
     for distances in ranks(NUM_RANKS).run(gradients_after_backwards_of_another_order):
         assert max(distances) <= 1e-12
-
-
-def gradients_after_inference() -> bool:
-    """Whether there are gradients after a first forward in inference mode.
-
-    The first forward makes the transient buffers.
-    """
-    mlp = rotate(MLP(64, 256), mesh=make_mesh("cpu"))
-    with torch.inference_mode():
-        mlp(torch.ones(1, 64))
-    backward(mlp(torch.ones(1, 64)).sum())
-    return all(parameter.grad is not None for parameter in mlp.parameters())
-
-
-def test_inference_mode_leaves_buffers_that_training_can_use(ranks: StartRanks) -> None:
-    assert all(ranks(NUM_RANKS).run(gradients_after_inference))

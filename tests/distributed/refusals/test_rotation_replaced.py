@@ -13,7 +13,6 @@ from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import whole
 
 WIDTH, NUM_ROWS = 8, 30
 
@@ -90,21 +89,6 @@ def test_hooks_inside_of_a_block_that_rotates_are_refused(ranks: StartRanks) -> 
         assert len(messages) == 3
         for message in messages:
             assert message.startswith("a hook was registered inside of Perceptron")
-
-
-def trained_after_inference() -> float:
-    model, plain = rotated(), made()
-    for each in (model, plain):
-        with torch.inference_mode():
-            each(tokens_of(0))
-        each(tokens_of(0)).sin().sum().backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(float((whole(one.grad) - other.grad).abs().max()) for one, other in pairs)
-
-
-def test_the_first_call_may_be_in_inference_mode(ranks: StartRanks) -> None:
-    """In training, too, where dropout is looked for."""
-    assert max(ranks(2).run(trained_after_inference)) < 1e-12
 
 
 def told_of_tokens() -> list[str]:

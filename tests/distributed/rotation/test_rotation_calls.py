@@ -6,7 +6,6 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tests.distributed.conftest import StartRanks
 
@@ -39,20 +38,3 @@ def test_a_module_that_was_changed_after_it_was_rotated_is_refused(ranks: StartR
         (told,) = ranks(1).run(refusal_after, what)
         assert told.startswith(guarded), told
     assert ranks(1).run(refusal_after, "without its weight") == [refusal]
-
-
-def kinds_of_gradients() -> list[tuple[bool, bool]]:
-    """For each parameter: whether its gradient is a DTensor, and cut as the parameter is."""
-    mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"))
-    mlp(torch.ones(2, 4)).sum().backward()
-    found = []
-    for parameter in mlp.parameters():
-        grad = parameter.grad
-        assert isinstance(parameter, DTensor)
-        assert isinstance(grad, DTensor)
-        found.append((grad.is_contiguous(), grad._spec == parameter._spec))
-    return found
-
-
-def test_gradients_are_cut_as_their_parameters_are(ranks: StartRanks) -> None:
-    assert ranks(2).run(kinds_of_gradients) == [[(True, True)] * 2] * 2

@@ -118,19 +118,3 @@ def test_the_plan_lists_how_every_parameter_is_treated(ranks: StartRanks) -> Non
         assert "blocks.1" in text
         assert "whole on every rank" in text
         assert "160" in text
-
-
-def running_means() -> Tensor:
-    """The running means of a batch norm whose input differs among ranks."""
-    norm = nn.BatchNorm1d(4)
-    model = nn.Sequential(nn.Linear(2, 4), norm)
-    rotate_all(model, mesh=make_mesh("cpu"))
-    assert model[1] is norm
-    model(torch.full((3, 2), float(dist.get_rank())))
-    assert norm.running_mean is not None
-    return norm.running_mean
-
-
-def test_statistics_are_those_of_the_ranks_own_part(ranks: StartRanks) -> None:
-    one, other = ranks(2).run(running_means)
-    assert not torch.equal(one, other)

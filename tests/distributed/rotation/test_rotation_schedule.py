@@ -1,7 +1,6 @@
 """The order of hops and computations, and what remains in memory afterwards."""
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -9,13 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.comm.mesh import ROTATE_AXIS, make_mesh
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream, ring_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import UNEVEN, Variant, batch, rotated_gpt, train_step
@@ -209,30 +207,3 @@ def test_nothing_grows_and_no_buffer_is_made_after_the_first_step(
             # of weights and of gradients, two each where there are remote slices
             assert len(buffers) >= 2 * (num_ranks - 1)
             assert later == [(num_bytes, buffers)] * 3
-
-
-def what_a_model_leaves() -> list[tuple[bool, ...]]:
-    """Whether ring, buffer and the norm's weight exist with a model, and after it is gone."""
-    gc.collect()
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
-    mlp = rotate(nn.Sequential(nn.LayerNorm(4), rotate(MLP(4, 8), mesh=mesh)), mesh=mesh)
-    mlp(torch.ones(2, 4)).sum().backward()
-    ring = ring_of(mesh)
-    buffer = ring.pool.take(1, torch.float32, torch.device("cpu"))
-    ring.pool.put(buffer)
-    watched = (
-        weakref.ref(ring),
-        weakref.ref(buffer.untyped_storage()),
-        weakref.ref(mlp.get_parameter("0.weight")),
-    )
-    del ring, buffer
-    before = [each() is not None for each in watched]
-    del mlp
-    gc.collect()
-    return [tuple(before), tuple(each() is not None for each in watched)]
-
-
-def test_nothing_is_left_of_a_model_that_is_gone(ranks: StartRanks) -> None:
-    for before, later in ranks(2).run(what_a_model_leaves):
-        assert before == (True,) * 3
-        assert later == (False,) * 3

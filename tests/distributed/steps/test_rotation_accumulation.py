@@ -10,7 +10,6 @@ import pytest
 import torch
 from gyre_trainer.accounting.counters import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import no_sync
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -89,11 +88,3 @@ def test_gradients_held_back_by_no_sync_are_averaged_with_the_last_part(
         assert [more - less for more, less in zip(each_sent, sent, strict=True)] == [
             (NUM_PARTS - 1) * all_reduce
         ] * 2
-
-
-def test_a_model_that_is_not_rotated_is_refused() -> None:
-    with (
-        pytest.raises(RotationError, match=r"Linear is not rotated; first call rotate_all"),
-        no_sync(nn.Linear(2, 2)),
-    ):
-        pass

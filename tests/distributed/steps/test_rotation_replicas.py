@@ -10,7 +10,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate, rotate_all
 from gyre_trainer.shards.layout import local_of
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.conftest import StartRanks
@@ -24,7 +24,6 @@ from tests.distributed.training import (
     distance,
     train_alone,
     train_rotated,
-    whole_parameters,
 )
 
 CLIPPED = Variant(UNEVEN, max_norm=0.1)
@@ -156,18 +155,3 @@ def test_replicas_never_differ_in_silence(
 ) -> None:
     for found in ranks(4).run(refusal, program):
         assert all(word in found for word in words), found
-
-
-def taken_from_one_rank() -> dict[str, Tensor]:
-    mesh = make_mesh("cpu", replicate=2)
-    torch.manual_seed(torch.distributed.get_rank())
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    rotate_all(model, mesh=mesh, sync_from=2)
-    return whole_parameters(model)
-
-
-def test_all_replicas_take_the_values_of_one_rank(ranks: StartRanks) -> None:
-    torch.manual_seed(2)
-    expected = nn.Linear(4, 4).weight
-    for found in ranks(4).run(taken_from_one_rank):
-        assert torch.equal(found["0.weight"], expected)
