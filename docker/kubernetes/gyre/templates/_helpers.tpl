@@ -12,6 +12,11 @@ app.kubernetes.io/name: gyre
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{/* Whether the kubelet may make the node's folder: as root's, so that the daemon could not use it alone. */}}
+{{- define "gyre.folder" -}}
+{{- if eq .Values.node.prepare "node" -}}Directory{{- else -}}DirectoryOrCreate{{- end -}}
+{{- end -}}
+
 {{/* The memory that the daemon takes at most, in MiB. */}}
 {{- define "gyre.memory" -}}
 {{- add (include "gyre.mib" .Values.memory.batches) (include "gyre.mib" .Values.memory.cache) (include "gyre.mib" .Values.memory.daemon) -}}
