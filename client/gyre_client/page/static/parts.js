@@ -193,5 +193,8 @@ export function jobPicker(onChange) {
   return select;
 }
 
-export const colour = (name) =>
-  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+/** Returns a colour of page.css as a canvas takes it: the one of light or of dark. */
+export function colour(name) {
+  document.head.style.color = `var(--${name})`;
+  return getComputedStyle(document.head).color;
+}
