@@ -5,47 +5,39 @@ each with a line of JSON. A reader touches every cache line of every batch, as a
 would.
 """
 
+import contextlib
 import json
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from gyre_client.bench.data_loaders import (
-    Batch,
-    Field,
-    Samples,
-    TarSamples,
-    TokenWindows,
-    data_loader,
-)
-from gyre_client.bench.dataset_files import TarPlaces
+from gyre_client.bench.opponents import GYRE, Batch, batches_of, samples_of
 
 CACHE_LINE_BYTES = 64
 WARMUP_S = 0.3  # fills the prefetch windows of all loaders
-GYRE = "gyre"
+_NUM_COMPARED = 3  # batches
+_NO_DATA = ("sample_id", "__key__", "__url__", "__local_path__")
 
 
-def measure(task: dict[str, Any], loader: str, num_workers: int) -> dict[str, float]:
+def measure(task: dict[str, Any], kind: str, num_workers: int) -> dict[str, float]:
     """Reads for `task["seconds"]` after a warm-up.
 
     Returns:
         samples_per_s; bytes_per_s; first_batch_s, the time to the first batch when the modules are
-        imported and the index is known; and cpu_s_per_1000, the processor time that the reading
-        thread itself spends on 1000 samples.
+        imported; and cpu_s_per_1000, the processor time that the reading thread itself spends on
+        1000 samples.
     """
     began = time.perf_counter()
-    batches = _gyre(task) if loader == GYRE else _own(task, loader, num_workers)
-    _touch(next(batches))
-    first_batch_s = time.perf_counter() - began
-    _read(batches, min(WARMUP_S, task["seconds"]))
-    num_batches, num_bytes, elapsed_s, cpu_s = _read(batches, task["seconds"])
-    batches.close()
+    with contextlib.closing(_batches(task, kind, num_workers)) as batches:
+        _touch(next(batches))
+        first_batch_s = time.perf_counter() - began
+        _read(batches, min(WARMUP_S, task["seconds"]))
+        num_batches, num_bytes, elapsed_s, cpu_s = _read(batches, task["seconds"])
     num_samples = num_batches * task["batch_size"]
     return {
         "samples_per_s": num_samples / elapsed_s,
@@ -55,19 +47,24 @@ def measure(task: dict[str, Any], loader: str, num_workers: int) -> dict[str, fl
     }
 
 
-def differing(task: dict[str, Any], num_batches: int) -> str:
-    """Compares Gyre's first batches with those of either form of the DataLoader, byte by byte.
+def differing(task: dict[str, Any], kind: str) -> str:
+    """Compares Gyre's first batches with the same samples of a map-style opponent.
 
     Returns:
-        A field that differs; empty if none does.
+        The difference: the number of samples, or a field of one name; empty if there is none.
     """
-    own, theirs = _own_samples(task), _gyre(task)
-    for _, batch in zip(range(num_batches), theirs, strict=False):
-        ids = batch.pop("sample_id").numpy()
-        for made in (own.batch(ids), own.collate([own.sample(index) for index in ids.tolist()])):
-            for name in made.keys() | batch.keys():
-                if name not in made or name not in batch or not _same(made[name], batch[name]):
-                    return name
+    theirs = samples_of(task, kind)
+    if len(theirs) != task["num_samples"]:
+        return f"the number of samples, {len(theirs)} as read from here,"
+    with contextlib.closing(_batches(task, GYRE, 0)) as batches:
+        for _, batch in zip(range(_NUM_COMPARED), batches, strict=False):
+            other = theirs.__getitems__(batch["sample_id"].numpy())
+            for name in other.keys() & batch.keys():
+                rows, offsets = batch[name], batch.get(f"{name}.offsets")
+                if offsets is not None:
+                    rows = rows.tensor_split(offsets[1:-1])
+                if not all(map(_same, rows, other[name])):
+                    return f"the field {name!r}"
     return ""
 
 
@@ -82,40 +79,32 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _own(task: dict[str, Any], form: str, num_workers: int) -> Generator[Batch, None, None]:
-    yield from data_loader(_own_samples(task), form, task["batch_size"], num_workers, task["seed"])
-
-
-def _gyre(task: dict[str, Any]) -> Generator[Batch, None, None]:
+def _batches(task: dict[str, Any], kind: str, num_workers: int) -> Any:
+    """Yields batches without an end."""
+    if kind != GYRE:
+        yield from batches_of(task, kind, num_workers)
+        return
     # Imported late: the DataLoader's workers are forked, and no thread of gRPC may run then.
     from gyre_client.loader.loader import Loader  # noqa: PLC0415
 
-    names = ("dataset", "batch_size", "seed", "address", "daemon_user", "format", "options")
-    # `stored`: ids of the same dtype as the DataLoader's
-    with Loader(**{name: task[name] for name in names}, token_dtype="stored") as loader:
+    names = ("dataset", "batch_size", "seed", "address", "daemon_user", "options")
+    more = {"format": task["format"]} if task["is_location"] else {}
+    # `stored`: ids of the same dtype as in the files
+    with Loader(**{name: task[name] for name in names}, **more, token_dtype="stored") as loader:
         yield from loader.stream()
 
 
-def _own_samples(task: dict[str, Any]) -> Samples:
-    files = [Path(file) for file in task["files"]]
-    fields = [
-        Field(name, dtype, tuple(shape), ragged) for name, dtype, shape, ragged in task["fields"]
-    ]
-    if task["stride"]:
-        return TokenWindows(files, fields[0], task["stride"], task["header_bytes"])
-    with np.load(task["places"]) as places:
-        return TarSamples(
-            files, fields, TarPlaces(places["shard"], places["start"], places["size"])
-        )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.numpy().tobytes() == other.numpy().tobytes()
-    )
+def _same(row: torch.Tensor, value: Any) -> bool:
+    """Whether a sample's field has the bytes of a value, if the value is not parsed."""
+    own = row.numpy()
+    is_parsed = own.ndim > 0 and np.ndim(value) == 0 and not isinstance(value, str | bytes)
+    if value is None or isinstance(value, Mapping) or is_parsed:
+        return True
+    if isinstance(value, str):
+        value = value.encode()
+    if not isinstance(value, bytes):
+        value = np.asarray(value).astype(own.dtype).tobytes()
+    return bool(own.tobytes() == value)
 
 
 def _read(batches: Iterator[Batch], duration_s: float) -> tuple[int, int, float, float]:
@@ -130,15 +119,20 @@ def _read(batches: Iterator[Batch], duration_s: float) -> tuple[int, int, float,
     return num_batches, num_bytes, elapsed_s, cpu_s
 
 
-def _touch(batch: Batch) -> int:
-    """Reads one element of every cache line; returns the bytes of the batch's fields."""
-    num_bytes = 0
-    for name, tensor in batch.items():
-        if name == "sample_id" or name.endswith(".offsets"):
-            continue
-        tensor.reshape(-1).view(torch.uint8)[::CACHE_LINE_BYTES].sum()
-        num_bytes += tensor.nbytes
-    return num_bytes
+def _touch(value: Any) -> int:
+    """Reads one element of every cache line of a batch; returns the bytes of its fields."""
+    if isinstance(value, Mapping):
+        names = (name for name in value if name not in _NO_DATA and not name.endswith(".offsets"))
+        return sum(_touch(value[name]) for name in names)
+    if isinstance(value, torch.Tensor):
+        value = value.numpy()
+    if isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return sum(map(_touch, value))
+    if isinstance(value, str):
+        return len(value)
+    data = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
+    np.ascontiguousarray(data).reshape(-1).view(np.uint8)[::CACHE_LINE_BYTES].sum()
+    return data.nbytes
 
 
 if __name__ == "__main__":
