@@ -7,6 +7,7 @@ first sample.
 """
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,9 +18,8 @@ import numpy as np
 import torch
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
-from gyre_daemon.order.quality import ShuffleMeter
+from gyre_daemon.order.quality import ShuffleQuality, average, batch_quality
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.order.steps import GroupPlan
 from torch.utils.data import default_collate
 from webdataset.filters import _shuffle as buffered
 
@@ -31,6 +31,7 @@ from benchmarks.training.trainer import Batches
 OrderName = Literal["full", "block", "shuffled shards and a buffer", "a buffer"]
 ORDERS: tuple[OrderName, ...] = ("full", "block", "shuffled shards and a buffer", "a buffer")
 Quality = dict[str, float]
+_NUM_METERED = 64  # batches, the last ones
 
 
 class Gyre:
@@ -68,24 +69,21 @@ class Buffer:
         self._num_samples = len(stored.places)
         self._random = random.Random(seed)
         self._buffer_samples, self._shuffle_shards = buffer_samples, shuffle_shards
-        self._meter = ShuffleMeter()
+        self._last: deque[ShuffleQuality] = deque(maxlen=_NUM_METERED)
         self.batches: Batches = self._batches()
 
     def quality(self) -> Quality:
-        """The shuffle quality of the last batches, by the daemon's meter."""
-        assert self._meter.quality
-        return asdict(self._meter.quality)
+        """The shuffle quality of the last batches, as the daemon computes it."""
+        return asdict(average(self._last))
 
     def close(self) -> None:
         """Close the files."""
         self._files.close()
 
     def _batches(self) -> Batches:
-        for step, (place, ids) in enumerate(self._ids()):
-            self._meter.add(
-                GroupPlan(step, ids[None], None, np.zeros(1, np.int64)),
-                {step: (place, self._num_samples)}.__getitem__,
-            )
+        for place, ids in self._ids():
+            places = place + np.arange(len(ids))
+            self._last.append(batch_quality(ids, places, self._num_samples))
             batch: dict[str, torch.Tensor] = default_collate(
                 [self._samples[index] for index in ids]
             )

@@ -1,9 +1,9 @@
-"""Checks of `gyred check-config` beyond the file: are datasets there, and can they be opened."""
+"""Opens datasets, for a daemon and for `gyred check-config`, which looks for their files first."""
 
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,87 @@ from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.workers import TransformWorkers
 from gyre_daemon.workers.compute_workers import ComputeServer
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetParts:
+    """The parts of a daemon that open datasets."""
+
+    catalog: Catalog
+    transforms: Transforms
+    measurer: Measurer
+    _opener: StorageOpener
+    _compute_server: ComputeServer
+    _cache: NodeCache | None
+
+    @classmethod
+    def of(
+        cls,
+        config: DaemonConfig,
+        fallback_index_dir: Path,
+        workers: FairExecutor,
+        metrics: Metrics,
+        cache: NodeCache | None,
+        copy_workers: CopyWorkers = NO_COPY_WORKERS,
+        *,
+        is_private: bool = False,
+    ) -> "DatasetParts":
+        """Make them; they own the cache, too.
+
+        Args:
+            config: checked.
+            fallback_index_dir: for indexes that can be stored nowhere else.
+            workers: the daemon's threads.
+            metrics: of the daemon.
+            cache: of the node; None for none.
+            copy_workers: started.
+            is_private: whether clients may define datasets and transforms.
+        """
+        terms = EndpointOptions(
+            config.max_requests,
+            config.read_deadline_s,
+            config.hedge,
+            config.hub_requests_per_s,
+            config.mount_threads,
+        )
+        opener = StorageOpener(workers, terms, metrics, copy_workers)
+        sidecars = SidecarStore(config.index_dir, fallback_index_dir)
+        own_folder = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
+        unpack_dir = Path(config.unpack_dir or own_folder / "unpacked")
+        reports = CorruptReports(Path(config.report_dir or own_folder / "reports"))
+        compute_server = ComputeServer()
+        catalog = Catalog(
+            config.datasets,
+            opener,
+            sidecars,
+            cache,
+            allow_ad_hoc=is_private,
+            compute_server=compute_server,
+            unpacked=UnpackedShards(unpack_dir, config.unpack_disk),
+            reports=reports,
+        )
+        num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
+        transforms = Transforms(
+            TransformWorkers(
+                compute_server, num_workers, config.transform_deadline_s, metrics.transforms
+            ),
+            config.installed_transforms,
+            partial(keep_records, cache, workers) if cache else None,
+            allow_modules=is_private,
+        )
+        measurer = Measurer(sidecars, workers, reports, cache)
+        return cls(catalog, transforms, measurer, opener, compute_server, cache)
+
+    async def close(self) -> None:
+        """End their processes and requests, and close their files."""
+        self.catalog.close()
+        self.measurer.close()
+        self.transforms.close()
+        self._compute_server.close()
+        self._opener.close()
+        if self._cache:
+            await self._cache.close()
 
 
 async def check_folders(config: DaemonConfig) -> None:
@@ -157,44 +238,11 @@ async def open_datasets(
     """
     with DaemonThreads(config.num_io_threads, "gyre-io") as executor:
         workers, metrics = FairExecutor(executor, config.num_io_threads), Metrics()
-        terms = EndpointOptions(
-            config.max_requests,
-            config.read_deadline_s,
-            config.hedge,
-            config.hub_requests_per_s,
-            config.mount_threads,
-        )
-        opener = StorageOpener(workers, terms, metrics)
         # A daemon that runs may have the cache's folder.
         size = config.cache_memory
         cache = NodeCache(size, None, workers, metrics.cache) if size else None
-        sidecars = SidecarStore(config.index_dir, fallback_index_dir)
-        beside = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
-        reports = CorruptReports(Path(config.report_dir or beside / "reports"))
-        compute_server = ComputeServer()
-        catalog = Catalog(
-            config.datasets,
-            opener,
-            sidecars,
-            cache,
-            allow_ad_hoc=False,
-            compute_server=compute_server,
-            unpacked=UnpackedShards(
-                Path(config.unpack_dir or beside / "unpacked"), config.unpack_disk
-            ),
-            reports=reports,
-        )
-        num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
-        transforms = Transforms(
-            TransformWorkers(
-                compute_server, num_workers, config.transform_deadline_s, metrics.transforms
-            ),
-            config.installed_transforms,
-            partial(keep_records, cache, workers) if cache else None,
-            allow_modules=False,
-        )
-        measurer = Measurer(sidecars, workers, reports, cache)
-        datasets = DatasetOpener(catalog, transforms, measurer)
+        parts = DatasetParts.of(config, fallback_index_dir, workers, metrics, cache)
+        datasets = DatasetOpener(parts.catalog, parts.transforms, parts.measurer)
         hung = {n: e for n, e in missing.items() if isinstance(e, StorageUnavailable)}
         names = sorted(config.datasets.keys() - hung.keys())
         looking = asyncio.create_task(_look_at_mounts())
@@ -204,13 +252,7 @@ async def open_datasets(
             )
         finally:
             looking.cancel()
-            catalog.close()
-            measurer.close()
-            transforms.close()
-            compute_server.close()
-            opener.close()
-            if cache:
-                await cache.close()
+            await parts.close()
     return dict(sorted({**hung, **dict(zip(names, opened, strict=True))}.items()))
 
 

@@ -2,9 +2,7 @@
 
 The sessions of a user who may no longer read their dataset end.
 
-A file that is being written may be valid and yet lack datasets. So a file without any dataset is
-refused where some are served, and a dataset is removed only when two readings a second apart are
-equal.
+A file without any dataset is refused where some are served: it may be half-written.
 
 A configuration of thousands of datasets takes seconds to read, check and compare, and the names of
 users may come from a server that does not answer. So all that happens in a thread.
@@ -15,7 +13,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,10 +26,6 @@ from gyre_daemon.runtime.liveness import notify
 from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.sessions.table import SessionTable
 
-# The pause between two readings is longer than an editor or a copy takes to write a file; a longer
-# pause delays the removal of datasets. A file that differs at every reading is refused in the end.
-_CONFIRM_S = 1.0
-_MAX_READINGS = 30
 # Sessions that are checked at once after a reload: some microseconds each.
 _CHECKED_AT_ONCE = 200
 
@@ -79,7 +73,6 @@ class Reloader:
         catalog: Catalog,
         sessions: SessionTable,
         policy: Policy,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Keep the objects that a reload needs.
 
@@ -89,14 +82,12 @@ class Reloader:
             catalog: gets the datasets.
             sessions: get the job weights, and end where their owner lost access.
             policy: gets the rules.
-            sleep: waits between two readings; takes seconds.
         """
         self._running = running
         self._reread = reread
         self._catalog = catalog
         self._sessions = sessions
         self._policy = policy
-        self._sleep = sleep
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
@@ -116,7 +107,7 @@ class Reloader:
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         metrics = self._sessions.resources.metrics
         try:
-            await self._apply(await self._confirmed())
+            await self._apply(await self._reading())
         except InvalidInput as error:
             metrics.is_reload_good = False
             facts = {"reason": error, "kept": sorted(self._running.datasets)}
@@ -126,31 +117,19 @@ class Reloader:
         metrics.reloaded_at = time.time()
         notify("READY=1")
 
-    async def _confirmed(self) -> _Reading:
-        """A configuration that removes no dataset, or that two readings agree on.
+    async def _reading(self) -> _Reading:
+        """The configuration as it is now.
 
         Raises:
             ConfigError: it cannot be used.
         """
-        before: DaemonConfig | None = None
-        for _ in range(_MAX_READINGS):
-            work = partial(_Reading.of, self._reread, self._running)
-            reading = await in_thread(work, "gyre-reload")
-            if self._running.datasets and not reading.config.datasets:
-                raise ConfigError(
-                    "the file has no dataset at all, as if it was empty or half-written; "
-                    "to serve none, restart the daemon instead of reloading it"
-                )
-            if not reading.removed or reading.config == before:
-                return reading
-            facts = {"missing": reading.removed, "read_again_after_s": _CONFIRM_S}
-            log_event("datasets missing", facts, logging.WARNING)
-            before = reading.config
-            await self._sleep(_CONFIRM_S)
-        raise ConfigError(
-            f"the file lacks datasets and changed at each of {_MAX_READINGS} readings; "
-            "reload again when it is complete"
-        )
+        reading = await in_thread(partial(_Reading.of, self._reread, self._running), "gyre-reload")
+        if self._running.datasets and not reading.config.datasets:
+            raise ConfigError(
+                "the file has no dataset at all, as if it was empty or half-written; "
+                "to serve none, restart the daemon instead of reloading it"
+            )
+        return reading
 
     async def _apply(self, reading: _Reading) -> None:
         """Replace datasets, rules and weights; open sessions keep the dataset that they read."""

@@ -13,7 +13,6 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -24,16 +23,10 @@ from grpc_reflection.v1alpha import reflection
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.policy import Policy
-from gyre_daemon.checks import check_folders
+from gyre_daemon.checks import DatasetParts, check_folders
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.config.machine_memory import memory_limit_bytes
-from gyre_daemon.datasets.catalog import Catalog
-from gyre_daemon.datasets.checks import CorruptReports
-from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.fetching.made import keep_records
-from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
@@ -68,12 +61,7 @@ from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable, take_census
 from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.transforms.declared import Transforms
-from gyre_daemon.transforms.workers import TransformWorkers
-from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_daemon.workers.copy_workers import CopyWorkers
 from gyre_daemon.workers.supervisor import start_spawner
 
@@ -275,11 +263,9 @@ async def serve(
         if config.audit_log:
             cleanup.callback((await _audit_file(Path(config.audit_log))).close)
         executor = DaemonThreads(config.num_io_threads, "gyre-io")
-        own_folder = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
         daemon = _Daemon(
             config,
             fallback_index_dir,
-            own_folder,
             await _open_disk_cache(config),
             executor,
             listeners,
@@ -299,7 +285,6 @@ class _Daemon:
         self,
         config: DaemonConfig,
         fallback_index_dir: Path,
-        own_folder: Path,
         disk: DiskCache | None,
         executor: DaemonThreads,
         listeners: Sequence[UnixListener],
@@ -311,41 +296,19 @@ class _Daemon:
     ) -> None:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
-        terms = EndpointOptions(
-            config.max_requests,
-            config.read_deadline_s,
-            config.hedge,
-            config.hub_requests_per_s,
-            config.mount_threads,
-        )
-        unpack_dir = config.unpack_dir or own_folder / "unpacked"
         self._config = config
         self._private = private
         self._listeners = listeners
-        self._cache = _make_cache(config, workers, disk, metrics)
-        sidecars = SidecarStore(config.index_dir, fallback_index_dir)
-        reports = CorruptReports(Path(config.report_dir or own_folder / "reports"))
-        self._compute_server = ComputeServer()
-        self._catalog = Catalog(
-            config.datasets,
-            StorageOpener(workers, terms, metrics, copy_workers),
-            sidecars,
-            self._cache,
-            allow_ad_hoc=bool(private),
-            compute_server=self._compute_server,
-            unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
-            reports=reports,
+        cache = _make_cache(config, workers, disk, metrics)
+        self._parts = DatasetParts.of(
+            config,
+            fallback_index_dir,
+            workers,
+            metrics,
+            cache,
+            copy_workers,
+            is_private=bool(private),
         )
-        num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
-        self._transforms = Transforms(
-            TransformWorkers(
-                self._compute_server, num_workers, config.transform_deadline_s, metrics.transforms
-            ),
-            config.installed_transforms,
-            partial(keep_records, self._cache, workers) if self._cache else None,
-            allow_modules=bool(private),
-        )
-        self._measurer = Measurer(sidecars, workers, reports, self._cache)
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         budget = Budget(config.memory_budget)
         resources = DaemonResources(
@@ -366,13 +329,13 @@ class _Daemon:
         self._connections = Connections()
         self._guard = Guard(authenticator, self._connections, metrics)
         self._service = LoaderService(
-            self._catalog,
+            self._parts.catalog,
             self._sessions,
             Callers([each.side_channel for each in listeners], authenticator, limits),
             self._policy,
             copy_workers,
-            self._transforms,
-            self._measurer,
+            self._parts.transforms,
+            self._parts.measurer,
             config,
             self._ask_to_stop,
         )
@@ -419,7 +382,7 @@ class _Daemon:
             ]
             if reread:
                 reloader = Reloader(
-                    self._config, reread, self._catalog, self._sessions, self._policy
+                    self._config, reread, self._parts.catalog, self._sessions, self._policy
                 )
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
                 background.append(tasks.create_task(reloader.run()))
@@ -436,13 +399,8 @@ class _Daemon:
             for task in background:
                 task.cancel()
         self._scrapes.stop()
-        self._catalog.close()
-        self._measurer.close()
-        self._transforms.close()
-        self._compute_server.close()
         self._registry.files.close()
-        if self._cache:
-            await self._cache.close()
+        await self._parts.close()
         log_event("stopped")
 
     async def _watch_resources(self) -> None:
@@ -462,7 +420,7 @@ class _Daemon:
                 for each in MOUNTS
             }
             metrics.expires = self._credentials.expiries()
-            self._catalog.close_idle_files()
+            self._parts.catalog.close_idle_files()
             cached = metrics.cache.memory_bytes
             readers = {session.request.owner.pid for session in self._sessions}
             with contextlib.suppress(OSError):  # no descriptor is free to look with

@@ -1,4 +1,4 @@
-"""Limits on the calls and sessions of one user, and of one job."""
+"""Limits on the calls and sessions of one user."""
 
 import fnmatch
 import hashlib
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from gyre_protos.text import counted
 
 from gyre_daemon.access.principal import Principal
-from gyre_daemon.config import JobLimits, LimitsConfig, UserLimits
+from gyre_daemon.config import LimitsConfig, UserLimits
 from gyre_daemon.errors import Overloaded
+from gyre_daemon.runtime.events import Bucket
 
-# A user or job that was silent may make the requests of this many seconds at once: the ranks of a
+# A user that was silent may make the requests of this many seconds at once: the ranks of a
 # job begin together. With more, a burst keeps the event loop busy for longer.
 _BURST_S = 5.0
 # A message on a control stream costs this part of a request, and again for each of these bytes: a
@@ -63,28 +64,23 @@ class Limits:
             self._config.user,
         )
 
-    @property
-    def of_job(self) -> JobLimits | None:
-        """The limits of each job; None for none."""
-        return self._config.job if self._config else None
-
     def count_request(self, caller: Principal) -> None:
         """Count a request of a user.
 
         Raises:
             Overloaded: the user calls too often.
         """
-        if limits := self.of_user(caller.name):
-            self._count(caller.name, limits.requests_per_s, caller.name)
-
-    def count_job_request(self, user: str, job: str) -> None:
-        """Count a request of a user's job.
-
-        Raises:
-            Overloaded: the job calls too often.
-        """
-        if limits := self.of_job:
-            self._count(f"{user} {job}", limits.requests_per_s, f"job {job!r} of {user}")
+        name, limits = caller.name, self.of_user(caller.name)
+        if limits and (wait_s := self._requests.take(name, limits.requests_per_s)):
+            raise Overloaded(
+                f"{name} makes more than {limits.requests_per_s:g} requests per second; try again "
+                f"in {wait_s:.1f} s",
+                {
+                    "limit_per_s": limits.requests_per_s,
+                    "who": name,
+                    "retry_after_s": round(wait_s, 3),
+                },
+            )
 
     def count_chain(self, user: str, chain: bytes) -> None:
         """Count transforms or a way to pack that a user declares, unless it did so lately.
@@ -138,46 +134,19 @@ class Limits:
             f"{limits.connections} (limits.user.connections); close some"
         )
 
-    def check_sessions(self, user: str, num_of_user: int, job: str, num_of_job: int) -> None:
-        """Refuse a further session of a user and job that have this many.
+    def check_sessions(self, user: str, num_open: int) -> None:
+        """Refuse a further session of a user that has this many.
 
         Raises:
-            Overloaded: one of them has all that it may have.
+            Overloaded: it has all that it may have.
         """
-        if limits := self.of_user(user):
-            _check_sessions(user, num_of_user, limits.sessions, "user")
-        if of_job := self.of_job:
-            _check_sessions(f"job {job!r} of {user}", num_of_job, of_job.sessions, "job")
-
-    def _count(self, key: str, per_s: float, who: str) -> None:
-        wait_s = self._requests.take(key, per_s)
-        if wait_s:
+        limits = self.of_user(user)
+        if limits and num_open >= limits.sessions:
             raise Overloaded(
-                f"{who} makes more than {per_s:g} requests per second; try again in {wait_s:.1f} s",
-                {"limit_per_s": per_s, "who": who, "retry_after_s": round(wait_s, 3)},
+                f"user {user} has {counted(num_open, 'session')}, and may have {limits.sessions} "
+                "(limits.user.sessions); close one",
+                {"needed_sessions": num_open + 1, "limit_sessions": limits.sessions, "who": user},
             )
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A token bucket: `level` tokens at `filled_at`, negative where some are owed."""
-
-    level: float
-    filled_at: float
-    per_s: float
-    burst_s: float
-
-    def fill(self, now: float) -> None:
-        self.level = min(self.most, self.level + self.per_s * (now - self.filled_at))
-        self.filled_at = now
-
-    @property
-    def most(self) -> float:
-        return max(1.0, self.per_s * self.burst_s)
-
-    @property
-    def is_full(self) -> bool:
-        return self.level >= self.most
 
 
 @dataclass(slots=True)
@@ -186,7 +155,7 @@ class Rates:
 
     clock: Callable[[], float] = time.monotonic
     burst_s: float = _BURST_S
-    _buckets: dict[str, _Bucket] = field(default_factory=dict)
+    _buckets: dict[tuple[str, float], Bucket] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """How many callers are remembered."""
@@ -198,11 +167,8 @@ class Rates:
         Returns:
             0, or the seconds until there is a token where there is none.
         """
-        bucket = self._filled(key, per_s)
-        if bucket.level < 1.0:
-            return (1.0 - bucket.level) / per_s
-        bucket.level -= 1.0
-        return 0.0
+        bucket = self._bucket(key, per_s)
+        return 0.0 if bucket.take(self.clock()) else bucket.wait_s
 
     def charge(self, key: str, per_s: float, num: float) -> float:
         """Take tokens, whether they are there or not.
@@ -210,32 +176,16 @@ class Rates:
         Returns:
             The seconds until none is owed.
         """
-        bucket = self._filled(key, per_s)
-        bucket.level -= num
-        return max(0.0, -bucket.level / per_s)
+        return self._bucket(key, per_s).charge(self.clock(), num)
 
-    def _filled(self, key: str, per_s: float) -> _Bucket:
-        now = self.clock()
-        bucket = self._buckets.get(key)
+    def _bucket(self, key: str, per_s: float) -> Bucket:
+        bucket = self._buckets.get((key, per_s))
         if bucket is None:
+            now = self.clock()
             if len(self._buckets) >= _MAX_BUCKETS:
-                self._forget_full(now)
-            most = max(1.0, per_s * self.burst_s)
-            bucket = self._buckets[key] = _Bucket(most, now, per_s, self.burst_s)
-        bucket.per_s = per_s
-        bucket.fill(now)
+                self._buckets = {
+                    k: each for k, each in self._buckets.items() if not each.is_full(now)
+                }
+            bucket = Bucket(max(1.0, per_s * self.burst_s), per_s, now)
+            self._buckets[key, per_s] = bucket
         return bucket
-
-    def _forget_full(self, now: float) -> None:
-        for bucket in self._buckets.values():
-            bucket.fill(now)
-        self._buckets = {key: bucket for key, bucket in self._buckets.items() if not bucket.is_full}
-
-
-def _check_sessions(who: str, num_open: int, limit: int, key: str) -> None:
-    if num_open >= limit:
-        raise Overloaded(
-            f"{who} has {counted(num_open, 'session')}, and may have {limit} "
-            f"(limits.{key}.sessions); close one",
-            {"needed_sessions": num_open + 1, "limit_sessions": limit, "who": who},
-        )

@@ -20,7 +20,6 @@ from gyre_daemon.config.mixtures import check_sources, parse_mixture
 from gyre_daemon.config.schema import (
     DaemonConfig,
     DatasetConfig,
-    JobLimits,
     LimitsConfig,
     PackConfig,
     Positive,
@@ -313,14 +312,13 @@ def parse_limits(table: object) -> LimitsConfig:
     """
     tables = _converted_tables(table)
     user = build(UserLimits, tables.get("user", {}), "limits.user")
-    job = build(JobLimits, tables.get("job", {}), "limits.job")
     users = {}
     for pattern, entry in tables.get("users", {}).items():
         where = f"limits.users.{pattern}"
         given = convert(entry, dict[str, Any], where)
         names = {key: f"{where}.{key}" for key in given}
         users[pattern] = replace(user, **converted(UserLimits, given, where, names))
-    return LimitsConfig(user, job, users)
+    return LimitsConfig(user, users)
 
 
 def _converted_tables(table: object) -> dict[str, dict[str, Any]]:

@@ -35,8 +35,7 @@ def rendered(effective: EffectiveConfig, redact: Callable[[str], str]) -> str:
     ]
     given = effective.tables
     limits = given.get("limits", {})
-    for name in ("user", "job"):
-        lines += _table(f"limits.{name}", getattr(config.limits, name), limits.get(name, {}))
+    lines += _table("limits.user", config.limits.user, limits.get("user", {}))
     for pattern, each in config.limits.users.items():
         its = limits["users"][pattern]
         lines += _table(f"limits.users.{_key(pattern)}", each, its, "limits.user")

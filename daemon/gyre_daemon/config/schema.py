@@ -128,21 +128,6 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class JobLimits:
-    """The limits of one job.
-
-    Attributes:
-        memory: of the memory budget, as a fraction.
-        sessions: open at once.
-        requests_per_s: sessions opened, in the long run.
-    """
-
-    memory: _Fraction = 1.0
-    sessions: _AtLeast1 = 1024
-    requests_per_s: Positive = 100.0
-
-
-@dataclass(frozen=True, slots=True)
 class UserLimits:
     """The limits of one user, with all jobs.
 
@@ -166,13 +151,11 @@ class LimitsConfig:
 
     Attributes:
         user: of each user.
-        job: of each job.
         users: of users whose name matches a pattern, such as "uid:1004" or "token:*"; the first
             that matches counts, with the values of `user` where it says nothing.
     """
 
     user: UserLimits = UserLimits()
-    job: JobLimits = JobLimits()
     users: Mapping[str, UserLimits] = field(default_factory=dict)
 
 
@@ -241,7 +224,7 @@ class DaemonConfig:
         job_weights: a job's share of reading and decoding, 1 where no pattern matches. A pattern of
             the job's name weighs it among the jobs of its user; a pattern `USER/JOB` weighs it
             against other users too.
-        limits: on the memory, sessions and calls of one user and one job.
+        limits: on the memory, sessions and calls of one user.
     """
 
     listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)

@@ -16,10 +16,10 @@ _MAX_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The bytes that a user or a job may still reserve.
+    """The bytes that a user may still reserve.
 
     Attributes:
-        who: the user or job.
+        who: the user.
         key: the limit's name in the configuration.
         taken_bytes: its reserved bytes, abandoned memory included.
         limit_bytes: the most that it may have now.
@@ -85,7 +85,7 @@ class Budget:
         self,
         num_bytes: int,
         purpose: str,
-        allowed: Collection[Allowance] = (),
+        allowance: Allowance | None = None,
         only_user: str | None = None,
     ) -> None:
         """Reserve bytes.
@@ -93,7 +93,7 @@ class Budget:
         Args:
             num_bytes: how many.
             purpose: the use of the bytes, for the error message.
-            allowed: limits that they must be within, too.
+            allowance: a limit that they must be within, too.
             only_user: the one user whom the error message may name; None for all.
 
         Raises:
@@ -111,8 +111,8 @@ class Budget:
                     "limit_bytes": self.limit_bytes,
                 },
             )
-        for each in allowed:
-            each.check(num_bytes, purpose)
+        if allowance:
+            allowance.check(num_bytes, purpose)
         self.reserved_bytes += num_bytes
 
     def check(self, num_bytes: int, purpose: str) -> None:

@@ -9,10 +9,6 @@ r-th of W equal parts.
 
 Where a dataset grows, L and N are those of the epoch: see `epochs`.
 
-A job that joins a running one begins at a position `(E, q0)` of that one, and each of its epochs
-goes round from there: its epoch e is the running job's epoch E + e from place q0 to the end, and
-then from the beginning to q0.
-
 With `bucket`, the order of an epoch is sorted by length within windows: see `buckets`.
 
 The k-th of C corrupt samples has, in each epoch, the k-th sample of a keyed permutation of the good
@@ -489,12 +485,6 @@ class BatchPlanner:
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """The samples at places `[0, N)` of the first epoch, regardless of the tail."""
         return self._epochs.of(0)(places)
-
-    def first_place(self, step: int, rank: int, world_size: int) -> tuple[int, int]:
-        """The place in its epoch at which a rank's part of a step begins, and N of that epoch."""
-        part = rank * (self.order.global_batch_size // world_size)
-        epoch, place = self.stages.at(self.order.position_of(step))
-        return (place + part) % self.stages.length(epoch), self.stages.num_samples(epoch)
 
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
         """The first position at or after `position` at which each sample is read.

@@ -12,22 +12,18 @@ not:
   batches know few places.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gyre_daemon.order.planner import BatchPlanner
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.order.steps import GroupPlan
 
-# How much is looked at. These bound the time to a few milliseconds for an estimate, and to less
-# than a microsecond per batch for a meter; with a quarter of it the numbers would vary by several
-# percent from one look to the next.
+# How much is looked at. These bound the time to some milliseconds; with a quarter of it the numbers
+# would vary by several percent from one look to the next.
 _MAX_BATCH_SAMPLES = 1024  # of a batch
 _NUM_BATCHES = 64  # of an order
-_NUM_METERED_BATCHES = 64  # that a meter remembers
-_METER_ALL, _METER_MANY = (32, 2048)  # up to here all batches count, then one in 16, one in 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,41 +78,6 @@ def expected_quality(planner: BatchPlanner) -> ShuffleQuality:
     places = firsts[:, None] + taken
     ids = planner.sample_ids_at(places.reshape(-1)).reshape(places.shape)
     return average([batch_quality(*batch, num_samples) for batch in zip(ids, places, strict=True)])
-
-
-class ShuffleMeter:
-    """Measures how well the batches of a stream are shuffled, from some of its last ones."""
-
-    def __init__(self) -> None:
-        self._last: list[ShuffleQuality] = []
-        self._num_seen = 0
-
-    def add(self, plan: GroupPlan, first_place: Callable[[int], tuple[int, int]]) -> None:
-        """Note batches that were read.
-
-        Args:
-            plan: of one rank's parts of them.
-            first_place: takes a step and returns where in its epoch the rank's part begins, and N
-                of that epoch; see `BatchPlanner.first_place`.
-        """
-        every = 1 if self._num_seen < _METER_ALL else 16 if self._num_seen < _METER_MANY else 256
-        seen, self._num_seen = self._num_seen, self._num_seen + len(plan)
-        for row in range(-(seen + 1) % every, len(plan), every):
-            self._measure(plan.sample_ids[row], *first_place(plan.first_step + row))
-
-    def _measure(self, sample_ids: Int64Array, first_place: int, num_samples: int) -> None:
-        num_taken = min(len(sample_ids), _MAX_BATCH_SAMPLES)
-        if num_taken < 2 or num_samples < 2:
-            return
-        taken = np.linspace(0, len(sample_ids) - 1, num_taken).astype(np.int64)
-        places = (first_place + taken) % num_samples
-        quality = batch_quality(sample_ids[taken], places, num_samples)
-        self._last = [*self._last[1 - _NUM_METERED_BATCHES :], quality]
-
-    @property
-    def quality(self) -> ShuffleQuality | None:
-        """Of the last batches; None before the first batch of two samples."""
-        return average(self._last) if self._last else None
 
 
 def average(qualities: Sequence[ShuffleQuality]) -> ShuffleQuality:

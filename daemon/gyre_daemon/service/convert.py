@@ -231,7 +231,7 @@ def _name_of(dtype: np.dtype[np.generic]) -> str:
 
 def from_session(session: Session) -> pb.SessionState:
     """The state of a session, without its spread, which `spreads_of` computes."""
-    reader, quality = session.request.reader, session.shuffle.quality
+    reader = session.request.reader
     gauges, totals = session.gauges, session.totals
     packed = session.request.dataset.packed
     return pb.SessionState(
@@ -257,7 +257,7 @@ def from_session(session: Session) -> pb.SessionState:
         trainer_waited_s=totals.trainer_waited_s,
         attached=session.attached,
         num_sharing=session.num_sharing,
-        quality=pb.ShuffleQuality(**asdict(quality)) if quality else None,
+        quality=pb.ShuffleQuality(**asdict(session.quality)),
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
         stages=from_stages(session),
         lately=_from_lately(session.lately),

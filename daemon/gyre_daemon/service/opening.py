@@ -63,7 +63,6 @@ class SessionOpener(DatasetOpener):
         order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
         name, config = self._find(request.dataset, owner)
         self._policy.check_job(owner, name, reader.job)
-        self._sessions.count_request(owner, reader.job)
         declared = requests.declared(request)
         needs_lengths = request.order.HasField("balance") or request.order.HasField("bucket")
         dataset = await self.open_dataset(

@@ -10,7 +10,7 @@ A user may take a fraction of the memory that other users do not have (`limits.u
 user who comes later still finds some. All jobs of a user share that fraction.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -20,7 +20,7 @@ from gyre_daemon.memory.budget import Allowance, Budget
 from gyre_daemon.memory.share import Share
 from gyre_daemon.sessions.request import SessionRequest
 
-InUse = tuple[str, str, int]  # user, job, and the bytes that a session of it has reserved
+InUse = tuple[str, int]  # a user, and the bytes that a session of it has reserved
 
 _PART_OF_FREE = 4
 
@@ -31,13 +31,11 @@ class _Reservation:
 
     Attributes:
         user: the job's owner.
-        job: its name.
         num_taken: how many ranks have a share.
         left: the shares of ranks that have not come yet, or have ended.
     """
 
     user: str
-    job: str
     num_taken: int = 0
     left: list[Share] = field(default_factory=list)
 
@@ -50,7 +48,7 @@ class Reservations:
 
         Args:
             budget: of the daemon.
-            limits: on users and jobs.
+            limits: on users.
             limit_bytes: the most memory that one session may reserve, three batches excepted.
         """
         self._budget = budget
@@ -68,8 +66,8 @@ class Reservations:
         Raises:
             Overloaded: the memory is not free, or beyond a limit.
         """
-        key, owner = _key(request), (request.owner.name, request.reader.job)
-        reservation = self._by_key.get(key) or _Reservation(*owner)
+        key = _key(request)
+        reservation = self._by_key.get(key) or _Reservation(request.owner.name)
         if not reservation.left:
             num_ranks = max(1, request.reader.num_local - reservation.num_taken)
             reservation.left = self._reserve(request, num_ranks, in_use)
@@ -111,37 +109,35 @@ class Reservations:
     def _reserve(
         self, request: SessionRequest, num_ranks: int, in_use: Iterable[InUse]
     ) -> list[Share]:
-        allowed = list(self._allowances(request, in_use))
-        free_bytes = min([self._budget.free_bytes, *(each.free_bytes for each in allowed)])
+        allowance = self._allowance(request, in_use)
+        free_bytes = self._budget.free_bytes
+        if allowance:
+            free_bytes = min(free_bytes, allowance.free_bytes)
         part_bytes = max(0, free_bytes) // _PART_OF_FREE // num_ranks
         share = request.share(min(self._limit_bytes, part_bytes))
         only_user = None if request.is_operator else request.owner.name
         num_bytes = num_ranks * share.reserved_bytes
-        self._budget.reserve(num_bytes, _purpose(request, num_ranks), allowed, only_user)
+        self._budget.reserve(num_bytes, _purpose(request, num_ranks), allowance, only_user)
         return [share] * num_ranks
 
-    def _allowances(self, request: SessionRequest, in_use: Iterable[InUse]) -> Iterator[Allowance]:
-        """The bytes that the user and the job may still reserve, where they have limits."""
-        user, job, budget = request.owner.name, request.reader.job, self._budget
-        left = ((each.user, each.job, _bytes_of(each.left)) for each in self._by_key.values())
-        by_user, of_job_bytes = budget.abandoned_by.copy(), 0
-        for its_user, its_job, num_bytes in chain(in_use, left):
+    def _allowance(self, request: SessionRequest, in_use: Iterable[InUse]) -> Allowance | None:
+        """The bytes that the user may still reserve; None without a limit."""
+        user, budget = request.owner.name, self._budget
+        limits = self._limits.of_user(user)
+        if limits is None:
+            return None
+        by_user = budget.abandoned_by.copy()
+        left = ((each.user, _bytes_of(each.left)) for each in self._by_key.values())
+        for its_user, num_bytes in chain(in_use, left):
             by_user[its_user] += num_bytes
-            of_job_bytes += num_bytes if (its_user, its_job) == (user, job) else 0
-        if of_user := self._limits.of_user(user):
-            others_bytes = by_user.total() - by_user[user]
-            yield Allowance(
-                user,
-                "limits.user.memory",
-                by_user[user],
-                int(of_user.memory * (budget.limit_bytes - others_bytes)),
-                int(of_user.memory * budget.limit_bytes),
-            )
-        if of_job := self._limits.of_job:
-            most_bytes = int(of_job.memory * budget.limit_bytes)
-            yield Allowance(
-                f"job {job!r} of {user}", "limits.job.memory", of_job_bytes, most_bytes, most_bytes
-            )
+        others_bytes = by_user.total() - by_user[user]
+        return Allowance(
+            user,
+            "limits.user.memory",
+            by_user[user],
+            int(limits.memory * (budget.limit_bytes - others_bytes)),
+            int(limits.memory * budget.limit_bytes),
+        )
 
 
 def _key(request: SessionRequest) -> Hashable:

@@ -24,10 +24,10 @@ from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.prefetch import Spec
 from gyre_daemon.memory.arenas import Arena
-from gyre_daemon.memory.sidechannel import Peer, ShownArenas
+from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.metrics import Lately, Occupancy, Recorder, SessionGauges, SessionTotals
 from gyre_daemon.order.planner import BatchPlanner
-from gyre_daemon.order.quality import ShuffleMeter
+from gyre_daemon.order.quality import ShuffleQuality
 from gyre_daemon.runtime.threads import Flow
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.reservations import InUse
@@ -151,7 +151,10 @@ class LeftArenas:
 
 
 class ClientArenas:
-    """The arenas that one client maps: none before `share`; its batches are then copied to it."""
+    """The arenas that one client maps, by the number that it knows them by.
+
+    There are none before `share`; its batches are then copied to it.
+    """
 
     def __init__(
         self, held_in: Callable[[Arena], Sequence[int]], on_news: Callable[[], None]
@@ -164,7 +167,12 @@ class ClientArenas:
         """
         self._held_in = held_in
         self._on_news = on_news
-        self._shown: ShownArenas | None = None
+        self._session_id = ""
+        self._peer: Peer | None = None
+        self._on_gone: Callable[[], None] = lambda: None
+        self._numbers: dict[Arena, int] = {}
+        self._num_shown = 0
+        self._leaving: dict[int, Arena] = {}  # until the client has unmapped them
         self._left: list[int] = []  # the client is not yet told to unmap them
         # first steps of the batches that the client has moved out of an arena once it is unmapped
         self._moved: dict[int, Sequence[int]] = {}
@@ -172,20 +180,21 @@ class ClientArenas:
     @property
     def are_shared(self) -> bool:
         """Whether the client maps arenas, so that batches are not copied to it."""
-        return self._shown is not None
+        return self._peer is not None
 
     def share(self, session_id: str, peer: Peer, first: Arena, on_gone: Callable[[], None]) -> bool:
         """Let a client map the arenas from the first on; False if the side channel fails.
 
         `on_gone` is called when the client leaves the side channel before the session's `end`.
         """
-        shown = ShownArenas(session_id, peer, self._arena_left, on_gone)
-        if shown.show_first(first):
-            self._shown = shown
+        self._session_id, self._on_gone = session_id, on_gone
+        if not peer.is_full and self._shown(peer, first) is not None:
+            self._peer = peer
+            peer.when_gone(self._peer_gone)
         return self.are_shared
 
     def number(self, arena: Arena) -> int | None:
-        """The client's number for an arena.
+        """The client's number for an arena, which is handed over if the client lacks it.
 
         Args:
             arena: of the batches that the client is sent now. If it is closed, the client is to
@@ -194,11 +203,11 @@ class ClientArenas:
         Returns:
             0 if the client maps nothing; None if it has left the side channel.
         """
-        if self._shown is None:
+        if self._peer is None:
             return 0
-        number = self._shown.number(arena)
+        number = self._shown(self._peer, arena)
         if arena.is_closed:
-            self._shown.arena_left(arena)
+            self._arena_left(arena)
         return number
 
     def take_left(self) -> LeftArenas | None:
@@ -210,26 +219,53 @@ class ClientArenas:
         """Note that the client has unmapped these; the first steps that it no longer holds."""
         steps: list[int] = []
         for number in numbers:
-            if self._shown:
-                self._shown.unmapped(number)
+            if arena := self._leaving.pop(number, None):
+                arena.remove_client(self._arena_left)
             steps += self._moved.pop(number, ())
         return steps
 
     def end(self, release: Callable[[], None], *, holds: bool) -> None:
         """Call `release` once the client reads no shared memory any more.
 
-        That is now if it maps no arena, or `holds` none that another process reads.
+        That is now if it maps no arena, or `holds` none that another process reads. Nothing else of
+        the session is kept until the client leaves the side channel.
         """
-        shown, self._shown = self._shown, None
-        if shown:
-            shown.end(release, holds=holds)
+        peer, self._peer = self._peer, None
+        if peer:
+            peer.forget(self._peer_gone)
+            self._remove()
+        if peer and holds:
+            peer.when_gone(release)
         else:
             release()
 
-    def _arena_left(self, arena: Arena, number: int) -> None:
-        self._moved[number] = self._held_in(arena)
-        self._left.append(number)
-        self._on_news()
+    def _shown(self, peer: Peer, arena: Arena) -> int | None:
+        number = self._numbers.get(arena)
+        if number is None and peer.hand_over(self._session_id, self._num_shown, arena):
+            number = self._numbers[arena] = self._num_shown
+            self._num_shown += 1
+            arena.add_client(self._arena_left)
+        return number
+
+    def _arena_left(self, arena: Arena) -> None:
+        """Ask the client to unmap an arena; if it is shown again later, it gets another number."""
+        number = self._numbers.pop(arena, None)
+        if number is not None:
+            self._leaving[number] = arena
+            self._moved[number] = self._held_in(arena)
+            self._left.append(number)
+            self._on_news()
+
+    def _peer_gone(self) -> None:
+        self._on_gone()
+        self._remove()
+
+    def _remove(self) -> None:
+        arenas = [*self._numbers, *self._leaving.values()]
+        self._numbers.clear()
+        self._leaving.clear()
+        for arena in arenas:
+            arena.remove_client(self._arena_left)
 
 
 _MAX_CREDITS = 1 << 20
@@ -258,7 +294,7 @@ class Session:
         handle: tells the session apart in the status and the log; no secret.
         opened_at: when it was opened, on the daemon's clock.
         request: that of its client.
-        shuffle: measures how well the samples that were sent are shuffled.
+        quality: how well its order shuffles.
         attached: whether the control stream of a client is connected to it.
         credits: how many more batches may be sent to the client.
         cursors: encodes the cursor of each batch.
@@ -273,6 +309,7 @@ class Session:
         self,
         request: SessionRequest,
         planner: BatchPlanner,
+        quality: ShuffleQuality,
         flow: Flow,
         resources: DaemonResources,
         in_use: Iterable[InUse] = (),
@@ -289,7 +326,7 @@ class Session:
         self.handle = secrets.token_hex(4)
         self._num_taken = 0  # batches, since the session was opened
         self.request = request
-        self.shuffle = ShuffleMeter()
+        self.quality = quality
         self.attached = False
         self.credits = 0
         self._most_credits = 0
@@ -399,7 +436,7 @@ class Session:
     @property
     def in_use(self) -> InUse:
         """Whose memory it has reserved, and how many bytes."""
-        return self.request.owner.name, self.request.reader.job, self.reserved_bytes
+        return self.request.owner.name, self.reserved_bytes
 
     @property
     def gauges(self) -> SessionGauges:
@@ -599,10 +636,7 @@ class Session:
         return [part.steps.start for _, part in self.peer.held.values()]
 
     def _count(self, group: BatchGroup) -> None:
-        reader, num_bytes = self.request.reader, group.num_bytes
-        self.shuffle.add(
-            group.plan, lambda step: self.planner.first_place(step, reader.rank, reader.world_size)
-        )
+        num_bytes = group.num_bytes
         metrics = self._resources.metrics
         metrics.num_batches_sent += len(group.plan)
         metrics.num_bytes_sent += num_bytes

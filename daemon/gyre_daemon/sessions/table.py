@@ -19,7 +19,7 @@ from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.metrics import OTHERS, JobKey, SessionGauges, SessionTotals
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner
-from gyre_daemon.order.quality import ShuffleQuality, average
+from gyre_daemon.order.quality import ShuffleQuality, average, expected_quality
 from gyre_daemon.order.steps import in_words
 from gyre_daemon.runtime.events import audit_event, debug_event
 from gyre_daemon.runtime.limits import check_descriptors
@@ -103,21 +103,13 @@ class SessionTable:
         """The open sessions."""
         return iter(list(self._sessions.values()))
 
-    def count_request(self, owner: Principal, job: str) -> None:
-        """Count that a job asks for a session.
-
-        Raises:
-            Overloaded: it asks too often.
-        """
-        self.resources.limits.count_job_request(owner.name, job)
-
     async def open(self, request: SessionRequest) -> Session:
         """Open a session, which begins to fetch; its user's older one of the same peer is fenced.
 
         Raises:
             Fenced: a newer generation of this peer is here already.
             Draining: the daemon takes no new session.
-            Overloaded: its user or its job has as many sessions as it may, or the daemon has too
+            Overloaded: its user has as many sessions as it may, or the daemon has too
                 few descriptors left.
             InvalidRequest: another rank of its job reads other samples of the dataset.
             GyreError: see `Session`.
@@ -129,7 +121,7 @@ class SessionTable:
         request.check()
         resources = self.resources
         plan = partial(_plan, request, resources)
-        planner = await self.compute(request.owner.name, plan, _PLANNED_BYTES)
+        planner, quality = await self.compute(request.owner.name, plan, _PLANNED_BYTES)
         check_descriptors()
         reader, owner = request.reader, request.owner
         key = JobKey(owner.name, reader.job)
@@ -153,7 +145,8 @@ class SessionTable:
             )
         self._check_agreement(request, planner)
         self._check_number(request)
-        session = Session(request, planner, flow, resources, [each.in_use for each in self])
+        in_use = [each.in_use for each in self]
+        session = Session(request, planner, quality, flow, resources, in_use)
         self._sessions[session.session_id] = session
         self._counted_as[session.session_id] = resources.metrics.jobs.open(key)
         self._empty.clear()
@@ -282,9 +275,9 @@ class SessionTable:
                 )
 
     def _check_number(self, request: SessionRequest) -> None:
-        owner, job = request.owner.name, request.reader.job
-        own = [each.request.reader.job for each in self if each.request.owner.name == owner]
-        self.resources.limits.check_sessions(owner, len(own), job, own.count(job))
+        owner = request.owner.name
+        num_open = sum(each.request.owner.name == owner for each in self)
+        self.resources.limits.check_sessions(owner, num_open)
 
     def _flow(self, key: JobKey) -> Flow:
         """All sessions of a user's job are one flow."""
@@ -308,8 +301,10 @@ def _facts(session: Session) -> dict[str, object]:
     } | ({} if request.reader.peer is None else {"peer": request.reader.peer})
 
 
-def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
-    """The planner of a session that can have the memory for one batch; waits.
+def _plan(
+    request: SessionRequest, resources: DaemonResources
+) -> tuple[BatchPlanner, ShuffleQuality]:
+    """The planner of a session that can have the memory for one batch, and its quality; waits.
 
     Raises:
         InvalidRequest: the order does not fit the dataset.
@@ -322,7 +317,9 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
     ordered, corrupt = dataset.ordered, dataset.corrupt
     planner = planner_for(order, ordered, corrupt, stages, balance, phases, lengths_of)
     resources.reservations.check(request)
-    return planner
+    # sorting within buckets would take as long as some hundred of their windows
+    unsorted = planner_for(replace(order, bucket=None), ordered) if order.bucket else planner
+    return planner, expected_quality(unsorted)
 
 
 def _in_words(planner: BatchPlanner) -> str:
@@ -358,8 +355,7 @@ def take_census(
     qualities: dict[JobKey, list[ShuffleQuality]] = {}
     for job, session in by_job:
         jobs[job] += session.gauges
-        if quality := session.shuffle.quality:
-            qualities.setdefault(job, []).append(quality)
+        qualities.setdefault(job, []).append(session.quality)
     return Census(
         version=__version__,
         counts=sessions.resources.metrics,

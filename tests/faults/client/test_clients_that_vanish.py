@@ -45,7 +45,7 @@ async def main(copy_workers: CopyWorkers) -> None:
         names = sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks())
         gc.collect()
         kinds = [type(each).__name__ for each in gc.get_objects()]
-        num_kept = sum(kinds.count(each) for each in ("Session", "ShownArenas", "ClientArenas"))
+        num_kept = sum(kinds.count(each) for each in ("Session", "ClientArenas"))
         log_event("tasks", {"names": names, "kept": num_kept})
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)

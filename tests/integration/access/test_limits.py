@@ -95,7 +95,6 @@ def test_a_user_with_many_sessions_takes_nothing_from_another(
 @pytest.fixture
 def narrow(gyred: StartDaemon, token_path: Path) -> Daemon:
     limits = {
-        "job": {"sessions": 3},
         "users": {
             "uid:65534": {"sessions": 5},
             "uid:65533": {"requests_per_s": 0.2},
@@ -112,14 +111,11 @@ def refusal(stub: pb_grpc.LoaderStub, user: OtherUser, job: str, rank: int) -> s
     return str(refused.value.details())
 
 
-def test_sessions_are_bounded_for_each_job_and_each_user(narrow: Daemon) -> None:
+def test_sessions_are_bounded_for_each_user(narrow: Daemon) -> None:
     with other_user(narrow.address) as user, grpc.insecure_channel(narrow.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
         for rank in range(3):
             open_session(stub, user, "wide", rank)
-        assert "job 'wide' of uid:65534 has 3 sessions, and may have 3" in refusal(
-            stub, user, "wide", 3
-        )
         opened = [open_session(stub, user, "other", rank) for rank in range(2)]
         assert "uid:65534 has 5 sessions, and may have 5" in refusal(stub, user, "third", 0)
         open_session(stub, user, "wide", 2)  # again: it takes the place of the older one

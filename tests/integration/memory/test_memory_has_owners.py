@@ -23,8 +23,9 @@ from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, Slot
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.memfile import FileWatch
 from gyre_daemon.memory.share import divide
-from gyre_daemon.memory.sidechannel import Peer, ShownArenas
+from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
+from gyre_daemon.sessions.session import ClientArenas
 from gyre_daemon.storage.base import ArenaClosed
 
 from tests.arenas import mapped_arena_bytes
@@ -169,24 +170,27 @@ def test_a_connection_carries_the_arenas_of_so_many_sessions(
     monkeypatch.setattr(sidechannel, "_MOST_SESSIONS", 2)
     said: list[str] = []
 
-    def shown(peer: Peer, name: str) -> ShownArenas:
-        gone = partial(said.append, f"{name} is gone")
-        return ShownArenas(name, peer, lambda *_: said.append(f"{name} left"), gone)
+    def client(name: str) -> ClientArenas:
+        return ClientArenas(lambda _: (), lambda: said.append(f"{name} left"))
 
     async def share() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peer, files = Peer(ours, peer_principal(ours)), FileWatch()
         arena = Arena(NUM_BYTES, None, files)
         arena.seal()
-        first, second, third = (shown(peer, name) for name in ("first", "second", "third"))
-        assert first.show_first(arena)
-        assert second.show_first(arena)
-        assert not third.show_first(arena)
+
+        def shares(arenas: ClientArenas, name: str) -> bool:
+            return arenas.share(name, peer, arena, partial(said.append, f"{name} is gone"))
+
+        first, second, third = client("first"), client("second"), client("third")
+        assert shares(first, "first")
+        assert shares(second, "second")
+        assert not shares(third, "third")
         first.end(partial(said.append, "first is released"), holds=False)
         assert said == ["first is released"]
-        assert third.show_first(arena)
+        assert shares(third, "third")
         second.end(partial(said.append, "second is released"), holds=True)
-        assert not shown(peer, "fourth").show_first(arena)
+        assert not shares(client("fourth"), "fourth")
         arena.leave()
         assert said[1:] == ["third left"]
         peer.hang_up()

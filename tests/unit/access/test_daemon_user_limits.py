@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from gyre_daemon.access.limits import Limits, Rates
 from gyre_daemon.access.principal import ANONYMOUS, Principal
-from gyre_daemon.config import JobLimits, LimitsConfig, UserLimits, parse_limits
+from gyre_daemon.config import LimitsConfig, UserLimits, parse_limits
 from gyre_daemon.errors import ConfigError, Overloaded
 
 
@@ -21,7 +21,6 @@ def test_an_override_says_only_what_differs() -> None:
     assert limits.of_user("uid:1") == UserLimits(sessions=7)
     assert limits.of_user("uid:1004") == UserLimits(memory=0.25, sessions=7)
     assert limits.of_user("token:ci") == UserLimits(sessions=7, requests_per_s=5)
-    assert limits.of_job == JobLimits()
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_an_override_says_only_what_differs() -> None:
     [
         ({"usr": {}}, "unknown key `usr` in limits; did you mean `user`?"),
         ({"user": {"session": 1}}, "unknown key `session` in limits.user; did you mean `sessions`"),
-        ({"job": {"connections": 1}}, "unknown key `connections` in limits.job"),
+        ({"job": {"sessions": 1}}, "unknown key `job` in limits"),
         ({"user": {"memory": 1.5}}, "limits.user.memory is 1.5"),
         ({"user": {"memory": 0}}, "limits.user.memory is 0"),
         ({"user": {"requests_per_s": float("nan")}}, "limits.user.requests_per_s is nan"),
@@ -84,7 +83,7 @@ def test_a_private_daemon_has_no_limits() -> None:
     limits = Limits(None)
     for _ in range(10_000):
         limits.count_request(ANONYMOUS)
-    limits.check_sessions("uid:1", 10**6, "job", 10**6)
+    limits.check_sessions("uid:1", 10**6)
     assert limits.why_no_connection(ANONYMOUS, 10**6) == ""
 
 

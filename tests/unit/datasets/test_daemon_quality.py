@@ -6,27 +6,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode
-from gyre_daemon.order.quality import ShuffleMeter, ShuffleQuality, expected_quality
+from gyre_daemon.order.quality import ShuffleQuality, average, batch_quality, expected_quality
 from gyre_daemon.order.shuffle.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.order.shuffle.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
-from gyre_daemon.order.steps import GroupPlan
 
 N, G = 200_000, 256
 
 
-def group_plan(first_step: int, ids: npt.NDArray[np.int64]) -> GroupPlan:
-    return GroupPlan(first_step, ids, None, np.zeros(len(ids), np.int64))
-
-
 def measured(ids: npt.NDArray[np.int64]) -> ShuffleQuality:
-    """Of a whole epoch in this order, as a session would see it."""
-    meter = ShuffleMeter()
-    num_steps, together = len(ids) // G, 7
-    for step in range(0, num_steps, together):
-        some = ids[step * G : min(step + together, num_steps) * G].reshape(-1, G)
-        meter.add(group_plan(step, some), lambda step: (step * G, len(ids)))
-    assert meter.quality is not None
-    return meter.quality
+    """Of a whole epoch in this order."""
+    places = np.arange(len(ids) // G * G).reshape(-1, G)
+    return average([batch_quality(ids[its], its, len(ids)) for its in places])
 
 
 def buffered(num_samples: int, size: int) -> npt.NDArray[np.int64]:
@@ -122,36 +112,8 @@ def test_a_narrow_window_has_a_low_quality() -> None:
     assert quality.spread < 0.1
 
 
-def looked_at(together: int) -> list[int]:
-    """The steps of 5,000 batches that a meter looks at if `together` of them come at once."""
-    ids, steps = np.random.default_rng(0).permutation(20_000).reshape(-1, 4), []
-
-    def first_place(step: int) -> tuple[int, int]:
-        steps.append(step)
-        return 4 * step, ids.size
-
-    meter = ShuffleMeter()
-    for begin in range(0, len(ids), together):
-        meter.add(group_plan(begin, ids[begin : begin + together]), first_place)
-    return steps
-
-
-def test_batches_count_one_by_one_however_many_come_at_once() -> None:
-    steps = looked_at(1)
-    assert steps[:32] == list(range(32)), "all of the first"
-    assert len(steps) == 32 + (2048 - 32) // 16 + (5000 - 2048) // 256
-    assert looked_at(5)[-8:] == looked_at(31)[-8:] == steps[-8:]
-
-
 def test_nothing_to_shuffle() -> None:
     assert expected_quality(BatchPlanner(Order("full", "wrap", 0, 1), 1)).worst == 1.0
-    meter = ShuffleMeter()
-    meter.add(group_plan(0, np.array([[0, 0]])), lambda step: (0, 1))
-    assert meter.quality is None
-    meter = ShuffleMeter()
-    assert meter.quality is None
-    meter.add(group_plan(0, np.array([[3]])), lambda step: (0, 10))
-    assert meter.quality is None, "a batch of one sample has no pairs"
 
 
 @pytest.mark.parametrize(

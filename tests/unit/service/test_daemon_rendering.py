@@ -14,7 +14,7 @@ from gyre_daemon.config import (
     load,
     rendered,
 )
-from gyre_daemon.config.schema import JobLimits, UserLimits
+from gyre_daemon.config.schema import UserLimits
 from gyre_daemon.storage.location import redact
 from gyre_protos.toml import MAX_KEY_PARTS, parse_toml
 from hypothesis import given
@@ -58,7 +58,6 @@ MIXTURE: dict[str, Any] = {
 FILE: dict[str, Any] = {
     "limits": {
         "user": {"memory": 0.5, "sessions": 3, "connections": 4, "requests_per_s": 5.0},
-        "job": {"memory": 0.25, "sessions": 6, "requests_per_s": 7.0},
         "users": {"uid:1*": {"sessions": 8}},
     },
     "job_weights": {"prod-*": 4.0},
@@ -123,7 +122,6 @@ def test_each_key_and_its_origin_are_printed(tmp_path: Path) -> None:
     assert {key for key in scalars if not has("", key)} == set()
     declared = {
         "limits.user": UserLimits,
-        "limits.job": JobLimits,
         "datasets.x.pack": PackConfig,
         "mixtures.m.pack": PackConfig,
         "mixtures.m": MixtureConfig,
