@@ -25,6 +25,7 @@ from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.shard import Shard, changed, is_same, truncated
 
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
+_AUTHORITY_AS_SERVER = "CaUsedAsEndEntity"
 _STATUS = re.compile(r"status code: (\d{3})")
 # What an XML or JSON body of a storage says in one word, such as `SlowDown`; the rest of the body
 # repeats the request, credentials included.
@@ -305,12 +306,18 @@ def response_from_error(error: BaseException) -> Response:
         status = getattr(error, "status", told)
     detail = f"{type(error).__name__}: {error}"
     if bad := _BAD_CERTIFICATE.search(detail):
-        return Response(0, refused=untrusted("the server", bad[1]))
+        reason = _AUTHORITY_AS_SERVER if _AUTHORITY_AS_SERVER in detail else bad[1]
+        return Response(0, refused=untrusted("the server", reason))
     return Response(status if isinstance(status, int) else 0, detail=detail)
 
 
 def untrusted(server: str, reason: str) -> str:
     """Why nothing is read from a server whose certificate is not valid."""
+    if reason == _AUTHORITY_AS_SERVER:
+        return (
+            f"the certificate of {server} is that of an authority, with which obstore trusts no "
+            'server. Make one with `openssl req -x509 -addext "basicConstraints=critical,CA:FALSE"`'
+        )
     return (
         f"the certificate of {server} is not trusted ({reason}); if it is the right server, name a "
         "file with its root as `ca_file` in the `storage` table of the dataset"

@@ -137,6 +137,16 @@ class SingleFiles:
                     try:
                         began_s = time.perf_counter()
                         count = pread(descriptor, target, size, start)
+                        while (
+                            0 < count < size
+                            and (
+                                more := pread(
+                                    descriptor, target + count, size - count, start + count
+                                )
+                            )
+                            > 0
+                        ):
+                            count += more
                         if num_to_measure > 0:
                             num_to_measure -= not latency.add_since(began_s)
                         now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
@@ -147,7 +157,7 @@ class SingleFiles:
                         now.st_ctime_ns,
                     ]
                     if not is_listed or count != size:
-                        self._read_again(number, now, start, size, target)
+                        raise self._difference(number, now)
                     num_read += 1
                     if latency.is_slow and self._reads.is_slow:
                         break
@@ -167,6 +177,10 @@ class SingleFiles:
                     began_s = time.perf_counter()
                     try:
                         data = os.pread(descriptor, size, start)
+                        while 0 < len(data) < size and (
+                            more := os.pread(descriptor, size - len(data), start + len(data))
+                        ):
+                            data += more
                     except OSError as error:
                         if error.errno not in (errno.ESPIPE, errno.EISDIR):
                             raise
@@ -176,9 +190,7 @@ class SingleFiles:
                 finally:
                     os.close(descriptor)
             if len(data) != size or listed != [now.st_size, now.st_mtime_ns, now.st_ctime_ns]:
-                memory = np.empty(size, np.uint8)
-                self._read_again(number, now, start, size, memory.ctypes.data)
-                return memory.tobytes()
+                raise self._difference(number, now)
         except OSError as error:
             if error.errno in TRANSIENT:
                 raise
@@ -203,43 +215,21 @@ class SingleFiles:
             if has_turn:
                 self._turn.release()
 
-    def _read_again(
-        self, number: int, now: os.stat_result, start: int, size: int, target: int
-    ) -> None:
-        """Read a file of which the first read brought less than was asked for.
-
-        Raises:
-            CorruptSample: it has changed since it was listed.
-            StorageUnavailable: it cannot be read.
-            NotRegular, OSError: it cannot be read at all.
-        """
-        if not stat.S_ISREG(now.st_mode):
-            raise NotRegular
-        if (error := self._difference(number, now)) is not None:
-            raise error
-        with LocalFile(self._root, self._table.name(number)).opened() as descriptor:
-            done = 0
-            while done < size:
-                count = _libc.pread(descriptor, target + done, size - done, start + done)
-                if count <= 0:
-                    raise StorageUnavailable(
-                        f"file {self._table.name(number)} has not changed and yet cannot be read: "
-                        "its disk or file system fails; see the system's log",
-                        {"shard": self._table.name(number)},
-                    )
-                done += count
-            after = os.stat(descriptor)  # noqa: PTH116
-        if (error := self._difference(number, after)) is not None:
-            raise error
-
-    def _difference(self, number: int, now: os.stat_result) -> GyreError | None:
-        """The error for a file that has changed since it was listed."""
+    def _difference(self, number: int, now: os.stat_result) -> OSError | GyreError:
+        """The error for a file that is not as it was listed, or of which not all can be read."""
+        name = self._table.name(number)
         modified_ns, changed_ns = self._stamps[number].tolist()
+        if not stat.S_ISREG(now.st_mode):
+            return NotRegular()
         if now.st_size != self._table.sizes[number] or now.st_mtime_ns != modified_ns:
-            return changed(self._table.name(number))
-        if now.st_ctime_ns == changed_ns:
-            return None
-        return unknown(self._table.name(number), "gyre index")
+            return changed(name)
+        if now.st_ctime_ns != changed_ns:
+            return unknown(name, "gyre index")
+        return StorageUnavailable(
+            f"file {name} has not changed and yet cannot be read: its disk or file system fails; "
+            "see the system's log",
+            {"shard": name},
+        )
 
 
 class _SharedRoot:

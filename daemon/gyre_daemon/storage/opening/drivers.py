@@ -43,7 +43,6 @@ from gyre_daemon.storage.sources.fsspec_drivers import (
 from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.hub import HubBudget, HubClient, HubFileSystem
 from gyre_daemon.storage.sources.plain_http import ConnectionBudget
-from gyre_daemon.storage.sources.tls_relay import TlsRelay, needs_relay
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 
@@ -72,14 +71,11 @@ class Drivers:
         """
         self._connections = ConnectionBudget(max_connections)
         self._hub = HubBudget(hub_requests_per_s)
-        self._relays: dict[str, tuple[TlsRelay, str]] = {}  # by the roots that they trust
         self._threads: dict[str, EndpointThreads] = {}  # of synchronous drivers, by endpoint
 
     def close(self) -> None:
         """Begin nothing more."""
         self._hub.close()
-        for relay, _ in self._relays.values():
-            relay.close()
 
     def hub(self, settings: Mapping[str, Any], options: HttpOptions) -> HubClient:
         """The client of the hub's API; see `HubClient` for errors. Reads files."""
@@ -100,8 +96,7 @@ class Drivers:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
 
-                relay = await self._relay(settings, options)
-                return open_objects(scheme, settings, location.paths[0], options.roots, relay)
+                return open_objects(scheme, settings, location.paths[0], options.roots)
             find = functools.partial(driver_of, scheme, settings)  # imports its package
             driver, settings = await in_thread(find, f"gyre-import {scheme}")
             address, told = _server_in(driver, location)
@@ -162,17 +157,7 @@ class Drivers:
             self._connections,
             num_connections,
             options,
-            await self._relay(settings, options),
         )
-
-    async def _relay(self, settings: Mapping[str, Any], options: HttpOptions) -> str:
-        """The URL of a `TlsRelay`, if obstore needs one; each set of roots has one."""
-        if not await in_thread(functools.partial(needs_relay, settings, options), "gyre-relay"):
-            return ""
-        if options.roots not in self._relays:
-            relay = TlsRelay(options.tls)
-            self._relays[options.roots] = relay, await relay.start()
-        return self._relays[options.roots][1]
 
 
 def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,6 @@ from gyre_daemon.storage.shard import Validators
 from gyre_daemon.storage.source import OnResponse, SentRequest, Source
 from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.plain_http import ConnectionBudget, PlainSource
-from gyre_daemon.storage.sources.tls_relay import plain_settings
 
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver
@@ -144,10 +143,9 @@ class ObjectSource:
         settings: Mapping[str, Any],
         path: str,
         roots: str = "",
-        relay: str = "",
     ) -> None:
         """Read the objects of a dataset; see `open_objects` for arguments and errors."""
-        self._arguments = scheme, settings, path, roots, relay
+        self._arguments = scheme, settings, path, roots
         self._filesystem = open_objects(*self._arguments, max_retries=0)
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
@@ -234,7 +232,6 @@ def open_objects(
     settings: Mapping[str, Any],
     path: str,
     roots: str = "",
-    relay: str = "",
     max_retries: int = _LISTING_RETRIES,
 ) -> ObjectFileSystem:
     """A file system for one dataset; nothing connects yet.
@@ -244,14 +241,11 @@ def open_objects(
         settings: endpoint, region and credentials, with the names and values of obstore.
         path: of the dataset.
         roots: see `HttpOptions`.
-        relay: the URL of a `TlsRelay`; empty for none.
         max_retries: of each request.
 
     Raises:
         ConfigError: a setting is unknown, or has an invalid value.
     """
-    if relay:
-        settings = plain_settings(settings)
     variables = [os.environ.get(name) for name in _ENDPOINT_VARIABLES.get(scheme, ())]
     endpoints = endpoints_in(settings) or [value for value in variables if value]
     for endpoint in endpoints:
@@ -261,8 +255,6 @@ def open_objects(
     client_options = {"pool_max_idle_per_host": str(max_idle), "allow_http": allow_http}
     if roots:
         client_options["root_certificate"] = roots
-    if relay:
-        client_options["proxy_url"] = relay
     make: Any = ObjectFileSystem  # its constructor's overloads lack fsspec's arguments
     filesystem: ObjectFileSystem = make(
         "gs" if scheme == "gcs" else scheme,
@@ -310,7 +302,6 @@ async def plain_source(
     budget: ConnectionBudget,
     num_connections: int,
     options: HttpOptions,
-    relay: str = "",
 ) -> Source:
     """The cheapest source for an object storage: our own client if possible, or the general one.
 
@@ -322,18 +313,16 @@ async def plain_source(
         budget: of connections.
         num_connections: to open at once, so that a first batch need not wait for them.
         options: which redirects are followed, and whose certificates are trusted.
-        relay: see `open_objects`; the general client reads through it.
     """
-    by_general = ObjectSource(scheme, settings, path, options.roots, relay) if relay else general
     names = {key.lower().removeprefix("aws_") for key in settings}
     if scheme not in ("s3", "s3a") or not names <= _PLAIN_SETTINGS:
-        return by_general
+        return general
     try:
         url = urlsplit(await general.signed_url(path))
     except BaseError:  # there are no credentials to sign with
-        return by_general
+        return general
     if url.scheme in getproxies() and not proxy_bypass(url.hostname or ""):
-        return by_general
+        return general
     source = PlainSource(general, general.signed_url, budget, options)
     source.connect(url, num_connections)
     return source
