@@ -38,6 +38,7 @@ from gyre_daemon.storage.shard import Shard, truncated
 # Fields of one sample that lie this close together are read with one request. A larger gap would
 # transfer more bytes that nobody needs; a smaller one would send more requests.
 MAX_GAP_BYTES = 4096
+STREAM_CHUNK_BYTES = 8 << 20
 
 NextUse = Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
@@ -264,6 +265,15 @@ class Storage(Protocol):
 
     def local_file(self, shard: int) -> LocalFile | None:
         """A shard on this machine's disk; None if it is not there."""
+
+
+async def stream_by_reads(storage: Storage, shard: int) -> AsyncIterator[bytes]:
+    """A whole shard from its beginning, by one read for each chunk; see `Storage.stream`."""
+    size = storage.shards[shard].size_bytes
+    for start in range(0, size, STREAM_CHUNK_BYTES):
+        chunk = np.empty(min(STREAM_CHUNK_BYTES, size - start), np.uint8)
+        await storage.read(Reads.into([chunk], [shard], [start]))
+        yield chunk.tobytes()
 
 
 class ShardBounds:

@@ -19,13 +19,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gyre_daemon.runtime.threads import Flow, compute
-from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
+from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage, stream_by_reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.file_table import FileTable, Integers, Texts, starts_of
 from gyre_daemon.storage.shard import Shard
 
-_CHUNK_BYTES = 8 << 20
 _NAME = "files"  # of the one shard
 
 # Reads that are computed on the event loop, in some 2 ms. More of them go through a thread, which
@@ -96,13 +95,9 @@ class ConcatenatedFiles:
         """See `Storage.read`."""
         await self._files.read(_FilePlan(plan, self))
 
-    async def stream(self, shard: int) -> AsyncIterator[bytes]:
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
-        size = self.shards[shard].size_bytes
-        for start in range(0, size, _CHUNK_BYTES):
-            chunk = np.empty(min(_CHUNK_BYTES, size - start), np.uint8)
-            await self.read(Reads.into([chunk], [shard], [start]))
-            yield chunk.tobytes()
+        return stream_by_reads(self, shard)
 
     def path(self, shard: int) -> str:
         """See `Storage.path`: where the files are."""

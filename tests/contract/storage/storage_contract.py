@@ -263,8 +263,8 @@ class StorageContract:
     def test_a_stream_is_the_whole_shard(
         self, place: Place, opener: Any, size: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(local, "_STREAM_CHUNK_BYTES", 1000)
-        monkeypatch.setattr(remote, "_STREAM_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(local, "STREAM_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(remote, "STREAM_CHUNK_BYTES", 1000)
         place.put("0.bin", noise(3, size))
 
         async def stream() -> list[bytes]:
@@ -278,8 +278,8 @@ class StorageContract:
     def test_a_stream_may_be_abandoned(
         self, place: Place, opener: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(local, "_STREAM_CHUNK_BYTES", 1000)
-        monkeypatch.setattr(remote, "_STREAM_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(local, "STREAM_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(remote, "STREAM_CHUNK_BYTES", 1000)
         place.put("0.bin", noise(3, 10_000))
 
         complaints: list[object] = []

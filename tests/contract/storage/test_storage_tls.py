@@ -1,6 +1,5 @@
 """Object storage behind TLS, and the URLs that are signed for it."""
 
-import asyncio
 import contextlib
 import datetime
 import socket
@@ -51,44 +50,6 @@ class SecurePlace(Place):
 
     def delete(self, name: str) -> None:
         self.server.delete(f"{self.path}/{name}")
-
-
-def test_later_connections_resume_the_session_of_a_host(
-    authority: Authority, tmp_path: Path
-) -> None:
-    _, options = take_http_options({"ca_file": str(authority.path)})
-    strangers = Authority(tmp_path).sign("server")
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            writer.write(line)
-        writer.close()
-
-    async def connect(port: int) -> asyncio.StreamWriter:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=options.tls)
-        writer.write(b"line\n")
-        assert await reader.readline() == b"line\n"
-        return writer
-
-    async def scene() -> None:
-        for pair in (authority.sign("server"), strangers):
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            tls.load_cert_chain(pair.certificate, pair.key)
-            server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls)
-            port = server.sockets[0].getsockname()[1]
-            if pair is strangers:  # it cannot resume what another server began
-                with pytest.raises(ssl.SSLCertVerificationError):
-                    await connect(port)
-            else:
-                writers = [await connect(port) for _ in range(4)]
-                writers += await asyncio.gather(*(connect(port) for _ in range(4)))
-                stats = tls.session_stats()
-                assert (stats["accept_good"], stats["hits"]) == (8, 7)
-                for writer in writers:
-                    writer.close()
-            server.close()
-
-    run(scene())
 
 
 class TestS3OverTls(RemoteContract):

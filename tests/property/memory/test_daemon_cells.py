@@ -2,13 +2,11 @@
 
 import ctypes
 import gc
-import logging
 import mmap
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from gyre_daemon.storage.cache.blocks import BlockMemory, Cell, whole_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +29,7 @@ def resident_bytes(memory: BlockMemory, cells: list[Cell]) -> int:
     """
     slabs = {cell._slab for cell in cells}
     for free in memory._free.values():
-        slabs |= {slab for slab, _ in (*free.empty, *free.kept)}
+        slabs |= {slab for slab, _ in free}
     num_pages = 0
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
         for slab in slabs:
@@ -92,29 +90,6 @@ def test_memory_that_somebody_refers_to_is_no_other_blocks() -> None:
     assert set(array.tolist()) == {7}
     del array
     assert memory.take(5000).address == address
-
-
-def test_memory_that_cannot_be_given_back_is_reported_once_and_used_first(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    memory = BlockMemory(1 << 20)
-    held = [filled(memory, PAGE) for _ in range(3)]
-    locked = held[1].address
-    assert not libc.mlock(ctypes.c_void_p(locked), ctypes.c_size_t(PAGE))  # madvise refuses it
-    with caplog.at_level(logging.WARNING, "gyre_daemon"):
-        held.clear()
-        again = memory.take(PAGE)
-        assert again.address == locked
-        del again
-    (record,) = caplog.records
-    assert record.getMessage() == "memory of evicted blocks is not given back"
-    assert record.__dict__["facts"] == {"reason": "Invalid argument", "cell_bytes": PAGE}
-    libc.munlock(ctypes.c_void_p(locked), ctypes.c_size_t(PAGE))
-    again = memory.take(PAGE)
-    del again
-    kept = memory.take(PAGE)
-    assert resident_bytes(memory, [kept]) == 0
 
 
 steps = st.lists(

@@ -20,7 +20,6 @@ even a cache that was full of each size in turn stays below the limit.
 
 import contextlib
 import hashlib
-import logging
 import mmap
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +27,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Reads
 
 Integers = npt.NDArray[np.int64]
@@ -134,7 +132,9 @@ class Cell:
 
     __slots__ = ("_free", "_num_bytes", "_number", "_slab", "address")
 
-    def __init__(self, free: "_FreeCells", slab: _Slab, number: int, num_bytes: int) -> None:
+    def __init__(
+        self, free: "list[tuple[_Slab, int]]", slab: _Slab, number: int, num_bytes: int
+    ) -> None:
         """Take a cell; see `BlockMemory.take`."""
         self._free, self._slab, self._number = free, slab, number
         self._num_bytes = num_bytes
@@ -156,37 +156,10 @@ class Cell:
 
     def __del__(self) -> None:
         """Give the memory back, and let another block have the cell."""
-        try:
-            begin = self._number * self._slab.cell_bytes
-            # All of it: the block before may have left memory that could not be given back then.
+        begin = self._number * self._slab.cell_bytes
+        with contextlib.suppress(OSError):  # locked pages stay; the next block has them
             self._slab.memory.madvise(mmap.MADV_DONTNEED, begin, self._slab.cell_bytes)
-        except OSError as error:
-            self._free.kept.append((self._slab, self._number))
-            self._free.tell(error)
-        else:
-            self._free.empty.append((self._slab, self._number))
-
-
-class _FreeCells:
-    """The free cells of one size. Any thread adds some; the event loop alone takes them.
-
-    Attributes:
-        empty: without memory.
-        kept: whose memory could not be given back; these are taken first.
-    """
-
-    def __init__(self, cell_bytes: int) -> None:
-        self.cell_bytes = cell_bytes
-        self.empty: list[tuple[_Slab, int]] = []
-        self.kept: list[tuple[_Slab, int]] = []
-        self._is_told = False
-
-    def tell(self, error: OSError) -> None:
-        """Log the first failure; the others are like it."""
-        if not self._is_told:
-            self._is_told = True
-            facts = {"reason": error.strerror or repr(error), "cell_bytes": self.cell_bytes}
-            log_event("memory of evicted blocks is not given back", facts, logging.WARNING)
+        self._free.append((self._slab, self._number))
 
 
 class BlockMemory:
@@ -202,7 +175,8 @@ class BlockMemory:
             cache_bytes: of all blocks that are held at once.
         """
         self._slab_bytes = max(_MIN_SLAB_BYTES, _power_of_two(cache_bytes // _SLABS))
-        self._free: dict[int, _FreeCells] = {}
+        # by size; any thread adds to these, the event loop alone takes from them
+        self._free: dict[int, list[tuple[_Slab, int]]] = {}
 
     def take(self, num_bytes: int) -> Cell:
         """Memory for a block, until nothing refers to it. On the event loop only.
@@ -211,14 +185,12 @@ class BlockMemory:
             OSError: the system maps no more memory.
         """
         cell_bytes = max(PAGE_BYTES, _power_of_two(num_bytes))
-        free = self._free.get(cell_bytes)
-        if free is None:
-            free = self._free[cell_bytes] = _FreeCells(cell_bytes)
-        if not free.empty and not free.kept:
+        free = self._free.setdefault(cell_bytes, [])
+        if not free:
             num_cells = max(1, self._slab_bytes // cell_bytes)
             slab = _Slab(cell_bytes, num_cells)
-            free.empty.extend((slab, number) for number in reversed(range(num_cells)))
-        slab, number = (free.kept or free.empty).pop()
+            free.extend((slab, number) for number in reversed(range(num_cells)))
+        slab, number = free.pop()
         return Cell(free, slab, number, num_bytes)
 
 

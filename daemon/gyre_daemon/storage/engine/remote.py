@@ -23,7 +23,7 @@ from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import RequestKind
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Flow
-from gyre_daemon.storage.base import MAX_GAP_BYTES, ReadPlan, Reads, ShardBounds
+from gyre_daemon.storage.base import MAX_GAP_BYTES, STREAM_CHUNK_BYTES, ReadPlan, Reads, ShardBounds
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.engine.limit import pause_s
@@ -31,8 +31,6 @@ from gyre_daemon.storage.engine.request import CredentialRefresh, RangeRequest
 from gyre_daemon.storage.response import Body, ByteRange
 from gyre_daemon.storage.shard import UNKNOWN, Shard, Validators, changed, is_same
 from gyre_daemon.storage.source import Source
-
-_STREAM_CHUNK_BYTES = 8 << 20
 
 # `ctypes.memmove` gives up the interpreter's lock, and waits for it among all threads that read.
 _memmove = ctypes.PyDLL(None).memmove
@@ -115,10 +113,10 @@ class RemoteStorage:
         size = self.shards[shard].size_bytes
         ahead: asyncio.Task[bytes] | None = None
         try:
-            for start in range(0, size, _STREAM_CHUNK_BYTES):
-                stop = min(start + _STREAM_CHUNK_BYTES, size)
+            for start in range(0, size, STREAM_CHUNK_BYTES):
+                stop = min(start + STREAM_CHUNK_BYTES, size)
                 chunk = await (ahead or self._get(shard, start, stop))
-                following = min(stop + _STREAM_CHUNK_BYTES, size)
+                following = min(stop + STREAM_CHUNK_BYTES, size)
                 ahead = (
                     asyncio.create_task(self._get(shard, stop, following))
                     if following > stop

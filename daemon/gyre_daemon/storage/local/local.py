@@ -28,7 +28,7 @@ import numpy.typing as npt
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import ReadPlan, Reads, WritableArena
+from gyre_daemon.storage.base import STREAM_CHUNK_BYTES, ReadPlan, Reads, WritableArena
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.latency import MountIsSlow
@@ -41,7 +41,6 @@ from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.workers.copying import Ranges
 
-_STREAM_CHUNK_BYTES = 8 << 20
 # When copy workers copy instead of the kernel. They pay for each call and the kernel for each page.
 # Samples of different sizes gain below this mean size only if the sizes are alike, since a worker
 # needs a call for each. Above the second mean size memory is the limit either way, and handing the
@@ -129,7 +128,7 @@ class LocalStorage:
         try:
             mount = await MOUNTS.of(found.root.folder)
             async with mount.opened(found.open) as descriptor:
-                while chunk := await mount.run(os.read, descriptor, _STREAM_CHUNK_BYTES):
+                while chunk := await mount.run(os.read, descriptor, STREAM_CHUNK_BYTES):
                     num_bytes += len(chunk)
                     yield chunk
         except OSError as error:

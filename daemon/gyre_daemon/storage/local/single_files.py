@@ -15,12 +15,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
-
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import ReadPlan, Reads
+from gyre_daemon.storage.base import ReadPlan, Reads, stream_by_reads
 from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root
 from gyre_daemon.storage.checksums import unknown
 from gyre_daemon.storage.file_table import FileShards, FileTable
@@ -29,7 +27,6 @@ from gyre_daemon.storage.local.thread_reads import TRANSIENT, SlowReads, ThreadR
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard, changed
 
-_CHUNK_BYTES = 8 << 20
 # The cost of opening a file, in bytes that could be copied meanwhile. It weighs jobs that share the
 # threads, and decides when work is split: a job has a fixed cost of about a millisecond.
 _OPENING_BYTES = 64 << 10
@@ -97,13 +94,9 @@ class SingleFiles:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
         await self._reads.run(plan, plan.num_bytes + _OPENING_BYTES * len(plan))
 
-    async def stream(self, shard: int) -> AsyncIterator[bytes]:
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
-        size = int(self._table.sizes[shard])
-        for start in range(0, size, _CHUNK_BYTES):
-            chunk = np.empty(min(_CHUNK_BYTES, size - start), np.uint8)
-            await self.read(Reads.into([chunk], [shard], [start]))
-            yield chunk.tobytes()
+        return stream_by_reads(self, shard)
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""

@@ -24,7 +24,6 @@ MAX_REDIRECTS = 5
 _PORTS = {"http": 80, "https": 443}
 
 CA_FILE = "ca_file"
-_MAX_HOSTS = 64  # with the latest connection kept, to resume its session
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
@@ -129,33 +128,6 @@ class HttpOptions:
         return [ssl.PEM_cert_to_DER_cert(each) for each in _CERTIFICATE.findall(self.roots)]
 
 
-class ResumingContext(ssl.SSLContext):
-    """Resumes the TLS session of an earlier connection to the same host.
-
-    A handshake then takes half of the processor time: no certificate is sent and checked again.
-    The event loop asks for each connection with `wrap_bio`, and hands no session over itself.
-    """
-
-    def wrap_bio(
-        self,
-        incoming: ssl.MemoryBIO,
-        outgoing: ssl.MemoryBIO,
-        server_side: bool = False,
-        server_hostname: str | bytes | None = None,
-        session: ssl.SSLSession | None = None,
-    ) -> ssl.SSLObject:
-        """See `SSLContext.wrap_bio`."""
-        latest: dict[str | bytes | None, ssl.SSLObject] = self.__dict__.setdefault("_latest", {})
-        before = latest.pop(server_hostname, None)
-        # one of TLS 1.3 has a session only once it has received data
-        resumed = session or (before.session if before else None)
-        found = super().wrap_bio(incoming, outgoing, server_side, server_hostname, resumed)
-        if len(latest) >= _MAX_HOSTS:
-            latest.clear()
-        latest[server_hostname] = found
-        return found
-
-
 def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], HttpOptions]:
     """Split storage settings into the driver's own and ours. Reads files.
 
@@ -172,7 +144,7 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
     try:
         # between certificates a file may say anything
         roots = "\n".join(_CERTIFICATE.findall(Path(ca_file).read_text("latin-1")))
-        tls = _resuming_tls()
+        tls = _new_tls()
         tls.load_verify_locations(cadata=roots)
     except (OSError, UnicodeError, ValueError) as error:
         raise ConfigError(
@@ -184,11 +156,11 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
 
 @functools.cache
 def _system_tls() -> ssl.SSLContext:
-    return _resuming_tls()
+    return _new_tls()
 
 
-def _resuming_tls() -> ssl.SSLContext:
-    tls = ResumingContext(ssl.PROTOCOL_TLS_CLIENT)  # which checks certificates and host names
+def _new_tls() -> ssl.SSLContext:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which checks certificates and host names
     tls.load_default_certs()
     # As Python does since 3.13. Its other new default refuses roots without key identifiers,
     # which private authorities often lack.

@@ -535,15 +535,8 @@ class HubSource:
     async def _head(self, url: str) -> Response:
         """The answer of the hub, which is a success or a redirect."""
         await self._client.budget.turn()
-        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-        def told(response: Response) -> None:
-            if not answer.done():
-                answer.set_result(response)
-
         async with asyncio.timeout(TIMEOUT_S):
-            self._heads.head(url, told)
-            response = await answer
+            response, _ = await self._heads.head(url)
         self._heads.forget(url)
         if response.status in (429, 503):
             self._client.budget.hold(response.retry_after_s)

@@ -518,11 +518,22 @@ class PlainSource:
         get = HttpGet(b"", stop - start, on_response, range_text=range_text)
         return self._send(path, get)
 
-    def head(self, path: str, on_response: OnResponse) -> SentRequest:
-        """Request the size and the etag of an object; see `Source.get`."""
-        return self._send(path, HttpGet(b"", 0, on_response, is_head=True, range_text=b"\r\n"))
+    async def head(self, path: str) -> tuple[Response, str]:
+        """The size and the etag of an object, and the URL that told them, after redirects."""
+        arrived: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
-    def _send(self, path: str, get: HttpGet) -> SentRequest:
+        def answer(response: Response) -> None:
+            if not arrived.done():
+                arrived.set_result(response)
+
+        get = HttpGet(b"", 0, answer, is_head=True, range_text=b"\r\n")
+        self._send(path, get)
+        try:
+            return await arrived, get.url
+        finally:
+            get.cancel()
+
+    def _send(self, path: str, get: HttpGet) -> HttpGet:
         target = self._targets.get(path)
         if target is None or target.until < self._loop.time():
             if len(self._targets) >= _MAX_TARGETS:

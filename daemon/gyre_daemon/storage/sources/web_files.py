@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from http.client import HTTPException
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -25,7 +25,7 @@ from gyre_daemon.storage.sources.http_options import (
     RedirectPolicy,
     Refused,
 )
-from gyre_daemon.storage.sources.plain_http import ConnectionBudget, HttpGet, PlainSource
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget, PlainSource
 
 _TIMEOUT_S = 30.0  # of one connection, and of each wait for more bytes
 _MAX_BYTES = 64 << 20  # of one page, which has some 300,000 files then
@@ -170,7 +170,7 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
             return folder
         pause_s = _FIRST_PAUSE_S
         for attempt in range(_RETRIES + 1):
-            response, url = await self._head(path)
+            response, url = await self.source.head(path)
             if urlsplit(url).path.endswith("/"):
                 return folder
             may_help = response.status in (0, 408, 429) or response.status >= 500
@@ -244,20 +244,6 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(info(path)) for path in paths]
         return {path: task.result() for path, task in zip(paths, asked, strict=True)}
-
-    async def _head(self, path: str) -> tuple[Response, str]:
-        """The response, and the URL that gave it, after redirects."""
-        arrived: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-        def answer(response: Response) -> None:
-            if not arrived.done():
-                arrived.set_result(response)
-
-        request = self.source.head(path, answer)
-        try:
-            return await arrived, cast("HttpGet", request).url
-        finally:
-            request.cancel()
 
 
 def check_no_proxy(path: str, policy: RedirectPolicy) -> bool:
