@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from gyre_protos.text import printable
 
+from gyre_daemon.datasets.dataset import shard_bounds
 from gyre_daemon.datasets.decoded import DecodedStorage
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
@@ -369,19 +370,6 @@ class _Work:
         return CheckedShard(
             number, first, num_samples, num_bytes, damages, failure, media=media or {}
         )
-
-
-def shard_bounds(index: SampleIndex, num_shards: int) -> npt.NDArray[np.int64]:
-    """Int64 [S + 1]: the first sample id of each shard, and N; ids follow the order of shards."""
-    low = np.zeros(num_shards + 1, np.int64)
-    high = np.full(num_shards + 1, index.num_samples)
-    wanted = np.arange(num_shards + 1)
-    while (low < high).any():
-        middle = (low + high) // 2
-        inside = np.minimum(middle, index.num_samples - 1)
-        is_before = (index.locate(inside).shard < wanted) & (low < high)
-        low, high = np.where(is_before, middle + 1, low), np.where(is_before, high, middle)
-    return low
 
 
 async def _check_shard(

@@ -161,6 +161,19 @@ def block_ranges(
     return BlockRanges(first.shard, first.start.min(axis=1), (last.start + last.size).max(axis=1))
 
 
+def shard_bounds(index: SampleIndex, num_shards: int) -> npt.NDArray[np.int64]:
+    """Int64 [S + 1]: the first sample id of each shard, and N; ids follow the order of shards."""
+    low = np.zeros(num_shards + 1, np.int64)
+    high = np.full(num_shards + 1, index.num_samples)
+    wanted = np.arange(num_shards + 1)
+    while (low < high).any():
+        middle = (low + high) // 2
+        inside = np.minimum(middle, index.num_samples - 1)
+        is_before = (index.locate(inside).shard < wanted) & (low < high)
+        low, high = np.where(is_before, middle + 1, low), np.where(is_before, high, middle)
+    return low
+
+
 def fingerprint(
     shards: Sequence[Shard],
     index: SampleIndex,

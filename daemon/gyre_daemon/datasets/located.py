@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.dataset import Dataset, shard_bounds
 from gyre_daemon.datasets.filters import Filtered
-from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
@@ -56,23 +53,11 @@ def located(dataset: Dataset, sample_ids: Int64Array) -> Located:
         ids, index = index.stored_ids(ids), index.unfiltered
     is_decoded = chunks_of(index) is not None
     offsets = None if is_decoded else extents.start.min(axis=1, initial=_FAR)
-    firsts = {shard: _first_of(index, shard) for shard in np.unique(extents.shard).tolist()}
+    bounds = shard_bounds(index, len(dataset.shards))
     return Located(
         sample_ids,
         [dataset.shards[shard].name for shard in extents.shard.tolist()],
-        ids - np.array([firsts[shard] for shard in extents.shard.tolist()], np.int64),
+        ids - bounds[extents.shard],
         offsets,
         extents.size.sum(axis=1),
     )
-
-
-def _first_of(index: SampleIndex, shard: int) -> int:
-    """The first sample of a shard; samples come in the order of their shards."""
-    low, high = 0, index.num_samples
-    while low < high:
-        middle = (low + high) // 2
-        if int(index.locate(np.array([middle])).shard[0]) < shard:
-            low = middle + 1
-        else:
-            high = middle
-    return low

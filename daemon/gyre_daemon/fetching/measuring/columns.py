@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.dataset import Dataset, shard_bounds
 from gyre_daemon.datasets.filters import TEXT, Asked, Column, Values, apply_late, asked_of
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays, array_of
@@ -39,6 +39,7 @@ _AT_ONCE, _MAX_BYTES = 1 << 14, 16 << 20
 # all differ, is a mistake that would take the memory of the whole dataset.
 _MAX_TEXTS, _MAX_TEXT_BYTES = 1 << 16, 256
 _Key = tuple[int, str, str]
+_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 # Takes a dataset as it is stored; returns it with the transforms of its definition, measured, and
 # nothing cached: a filtered dataset has other records than the whole.
 Measure = Callable[[DatasetConfig, Dataset], Awaitable[TransformedDataset]]
@@ -174,11 +175,11 @@ class ColumnReader:
         """The values of the only field of a dataset."""
         (spec,), name = column.index.fields, reading.name
         is_text = spec.ragged
-        bounds = await compute(_bounds, column.index, len(column.shards))
+        bounds = (await compute(shard_bounds, column.index, len(column.shards))).tolist()
         parts = []
         for shard, (first, stop) in enumerate(pairwise(bounds)):
             part = _Part(column, spec, shard, first, stop)
-            values, was_kept = await (self._texts(part) if is_text else self._numbers(part))
+            values, was_kept = await self._values(part)
             parts.append(values)
             reading.after(column.shards[shard].name, was_kept=was_kept)
         found = np.concatenate(parts) if parts else np.empty(0, spec.dtype)
@@ -192,69 +193,22 @@ class ColumnReader:
         field = FieldSpec(name, dtype, (), ragged=False, codec="indexed", categories=categories)
         return Column(replace(field, media_type=TEXT if is_text else ""), found.astype(dtype))
 
-    async def _numbers(self, part: _Part) -> tuple[Values, bool]:
+    async def _values(self, part: _Part) -> tuple[Values, bool]:
         """The values of a shard's samples, and whether they had been read before."""
-        dtype, num = part.field.dtype, part.stop - part.first
-
-        def check(arrays: Arrays) -> None:
-            if array_of(arrays, _CODES, np.uint8, 1).shape != (num * dtype.itemsize,):
-                raise ValueError("its values are not those of the shard's samples")
-
+        is_text = part.field.ragged
         suffix, key = await compute(_key, part)
         sidecars = self._sidecars.sibling(suffix)
+        check = partial(_check_texts if is_text else _check_numbers, part)
         arrays = await sidecars.load(key, None, check)
         was_kept = arrays is not None
         if arrays is None:
-            found = [np.empty(0, np.uint8), *await self._bytes(part)]
-            arrays = {_CODES: np.concatenate(found)}  # sidecars have no floating-point numbers
+            found = await self._bytes(part)
+            arrays = _as_texts(part, found) if is_text else _as_numbers(found)
             await sidecars.try_to_save(key, None, arrays)
             _log(part)
-        values: Values = arrays[_CODES].view(dtype)
-        return values, was_kept
+        return (_texts(arrays) if is_text else arrays[_CODES].view(part.field.dtype)), was_kept
 
-    async def _texts(self, part: _Part) -> tuple[Values, bool]:
-        """See `_numbers`."""
-        num = part.stop - part.first
-
-        def check(arrays: Arrays) -> None:
-            codes, ends = (
-                array_of(arrays, _CODES, np.int32, 1),
-                array_of(arrays, _ENDS, np.int64, 1),
-            )
-            texts = array_of(arrays, _TEXTS, np.uint8, 1)
-            is_whole = len(codes) == num and (
-                not num or 0 <= codes.min() <= codes.max() < len(ends)
-            )
-            if (
-                not is_whole
-                or (np.diff(ends, prepend=0) < 0).any()
-                or ends[-1:].sum() != len(texts)
-            ):
-                raise ValueError("its texts are not those of the shard's samples")
-
-        suffix, key = await compute(_key, part)
-        sidecars = self._sidecars.sibling(suffix)
-        arrays = await sidecars.load(key, None, check)
-        was_kept = arrays is not None
-        if arrays is None:
-            samples = [each.tobytes() for each in await self._bytes(part)]
-            different = sorted(set(samples))
-            if len(different) > _MAX_TEXTS or max(map(len, different), default=0) > _MAX_TEXT_BYTES:
-                raise ConfigError(_too_many(part.field.name))
-            numbers = {text: number for number, text in enumerate(different)}
-            arrays = {
-                _CODES: np.array([numbers[text] for text in samples], np.int32),
-                _TEXTS: np.frombuffer(b"".join(different), np.uint8),
-                _ENDS: np.cumsum([len(text) for text in different], dtype=np.int64),
-            }
-            await sidecars.try_to_save(key, None, arrays)
-            _log(part)
-        ends, whole = arrays[_ENDS].tolist(), arrays[_TEXTS].tobytes()
-        texts = [whole[begin:end] for begin, end in pairwise([0, *ends])]
-        words = np.array([*texts, b""], object)[:-1]
-        return words[arrays[_CODES]], was_kept
-
-    async def _bytes(self, part: _Part) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    async def _bytes(self, part: _Part) -> list[_Bytes]:
         """The bytes of the field of each sample."""
         found = []
         fetcher = Fetcher(part.dataset, self._threads)
@@ -270,6 +224,53 @@ class ColumnReader:
                 places = fetch.layout.destinations[:, 0].tolist()
                 found += [memory[at:end] for at, end in places]
         return found
+
+
+def _check_numbers(part: _Part, arrays: Arrays) -> None:
+    """Refuse stored values that cannot be this shard's."""
+    num_bytes = (part.stop - part.first) * part.field.dtype.itemsize
+    if array_of(arrays, _CODES, np.uint8, 1).shape != (num_bytes,):
+        raise ValueError("its values are not those of the shard's samples")
+
+
+def _as_numbers(found: Sequence[_Bytes]) -> Arrays:
+    # sidecars have no floating-point numbers
+    return {_CODES: np.concatenate([np.empty(0, np.uint8), *found])}
+
+
+def _check_texts(part: _Part, arrays: Arrays) -> None:
+    """Refuse stored texts that cannot be this shard's."""
+    num, texts = part.stop - part.first, array_of(arrays, _TEXTS, np.uint8, 1)
+    codes, ends = array_of(arrays, _CODES, np.int32, 1), array_of(arrays, _ENDS, np.int64, 1)
+    is_whole = len(codes) == num and (not num or 0 <= codes.min() <= codes.max() < len(ends))
+    if not is_whole or (np.diff(ends, prepend=0) < 0).any() or ends[-1:].sum() != len(texts):
+        raise ValueError("its texts are not those of the shard's samples")
+
+
+def _as_texts(part: _Part, found: Sequence[_Bytes]) -> Arrays:
+    """The different texts, and the number of each sample's.
+
+    Raises:
+        ConfigError: there are too many, or some are too long.
+    """
+    samples = [each.tobytes() for each in found]
+    different = sorted(set(samples))
+    if len(different) > _MAX_TEXTS or max(map(len, different), default=0) > _MAX_TEXT_BYTES:
+        raise ConfigError(_too_many(part.field.name))
+    numbers = {text: number for number, text in enumerate(different)}
+    return {
+        _CODES: np.array([numbers[text] for text in samples], np.int32),
+        _TEXTS: np.frombuffer(b"".join(different), np.uint8),
+        _ENDS: np.cumsum([len(text) for text in different], dtype=np.int64),
+    }
+
+
+def _texts(arrays: Arrays) -> Values:
+    """The text of each sample."""
+    ends, whole = arrays[_ENDS].tolist(), arrays[_TEXTS].tobytes()
+    texts = [whole[begin:end] for begin, end in pairwise([0, *ends])]
+    words: Values = np.array([*texts, b""], object)[:-1]
+    return words[arrays[_CODES]]
 
 
 def _column(dataset: Dataset, name: str) -> Dataset:
@@ -294,16 +295,6 @@ def _log(part: _Part) -> None:
     facts = {"dataset": part.dataset.name, "column": part.field.name}
     facts |= {"shard": shards[part.shard].name, "done": f"{part.shard + 1}/{len(shards)}"}
     log_event("column read", facts)
-
-
-def _bounds(index: SampleIndex, num_shards: int) -> list[int]:
-    """The first sample of each shard, and N."""
-    counts = np.zeros(num_shards, np.int64)
-    for begin in range(0, index.num_samples, _AT_ONCE):
-        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
-        counts += np.bincount(index.locate(ids).shard, minlength=num_shards)
-    bounds: list[int] = [0, *np.cumsum(counts).tolist()]
-    return bounds
 
 
 def _key(part: _Part) -> tuple[str, SidecarKey]:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks import CorruptRecord, CorruptReports, check_limit
-from gyre_daemon.datasets.formats import SampleIndex, stored_fields
+from gyre_daemon.datasets.dataset import shard_bounds
+from gyre_daemon.datasets.formats import stored_fields
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.shard_worker import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
@@ -465,11 +466,11 @@ class Measurer:
         self, dataset: TransformedDataset, measuring: Measuring, shards: range | None
     ) -> Measured:
         index, num_shards = dataset.stored.index, len(dataset.shards)
-        counts = await compute(_samples_of_shards, index, num_shards)
+        bounds = await compute(shard_bounds, index, num_shards)
         lengths = np.zeros((index.num_samples, len(dataset.made_ragged)), np.int32)
         reader = PortionReader(dataset, self.threads)
         failures: list[CorruptRecord] = []
-        for shard, count in enumerate(counts):
+        for shard, count in enumerate(np.diff(bounds).tolist()):
             if shards is not None and shard not in shards:
                 measuring.num_samples += count
                 continue
@@ -503,16 +504,6 @@ class Measurer:
 def is_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool:
     """Whether each sample of a dataset is transformed once before it is served."""
     return bool(dataset.made_ragged) or config.on_corrupt == "replace"
-
-
-def _samples_of_shards(index: SampleIndex, num_shards: int) -> list[int]:
-    """How many samples each shard has."""
-    counts = np.zeros(num_shards, np.int64)
-    for begin in range(0, index.num_samples, AT_ONCE):
-        ids = np.arange(begin, min(begin + AT_ONCE, index.num_samples))
-        counts += np.bincount(index.locate(ids).shard, minlength=num_shards)
-    found: list[int] = counts.tolist()
-    return found
 
 
 def with_measured(
