@@ -1,7 +1,7 @@
 """Questions about a job's steps: which samples and sources each has, and where they are stored."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,8 +12,9 @@ from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.datasets.catalog import Catalog
-from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.located import Source, located
+from gyre_daemon.datasets.dataset import Dataset, shard_bounds
+from gyre_daemon.datasets.filters import Filtered
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import PackedRows, rows_of
 from gyre_daemon.order.balance import CostRule
@@ -32,6 +33,50 @@ from gyre_daemon.sessions.table import SessionTable
 # Sample ids in one answer. Ten times as many would exceed the 4 MiB of a gRPC client.
 _MAX_PLANNED_SAMPLES = 100_000
 _MAX_POSITION = 1 << 62
+_MAX_STEPS = 1000
+_MAX_STEP = 1 << 40
+# Samples in one answer, each some 40 bytes: a gRPC client takes 4 MiB.
+_MAX_LOCATED = 50_000
+_THOSE_OF_THE_RUN = (
+    "give those of the run, with the versions that they had: `gyre rewind --transforms FILE` takes "
+    "the list of its Loader(transform=...)"
+)
+_FAR = 1 << 62  # beyond any shard
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A dataset with shards of its own, as part of a mixture.
+
+    Attributes:
+        name: in the mixture; empty for any other dataset.
+        dataset: the dataset, without transforms.
+        first_id: the mixture's id of its first sample.
+    """
+
+    name: str
+    dataset: Dataset
+    first_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where n samples of one dataset are stored.
+
+    Attributes:
+        sample_ids: int64 [n], in the dataset.
+        shards: the names of their shards.
+        rows: int64 [n], how many samples stand before each in its shard, also those that a filter
+            leaves out.
+        offsets: int64 [n], the first byte in the shard; None where chunks of it are decoded.
+        num_bytes: int64 [n], of all stored fields.
+    """
+
+    sample_ids: Int64Array
+    shards: list[str]
+    rows: Int64Array
+    offsets: Int64Array | None
+    num_bytes: Int64Array
 
 
 class StepPlanner:
@@ -105,10 +150,6 @@ def _planned(
     return answer
 
 
-_MAX_STEPS = 1000
-_MAX_STEP = 1 << 40
-
-
 class MixtureService:
     """Answers for the mixtures of one daemon."""
 
@@ -180,14 +221,6 @@ def _mixture_of(dataset: Dataset) -> Mixture:
     if dataset.mixture is None:
         raise InvalidRequest(f"`{dataset.name}` is no mixture; it has no sources")
     return dataset.mixture
-
-
-# Samples in one answer, each some 40 bytes: a gRPC client takes 4 MiB.
-_MAX_LOCATED = 50_000
-_THOSE_OF_THE_RUN = (
-    "give those of the run, with the versions that they had: `gyre rewind --transforms FILE` takes "
-    "the list of its Loader(transform=...)"
-)
 
 
 class StepLocator:
@@ -308,3 +341,21 @@ def _samples(
                 found[row].offset = int(its.offsets[place])
     answer.shards.extend(name for _, name in shards)
     return found
+
+
+def located(dataset: Dataset, sample_ids: Int64Array) -> Located:
+    """Look samples of a dataset with shards of its own up in its index; int64 [n]."""
+    index, ids = dataset.index, sample_ids
+    extents = index.locate(ids)
+    while isinstance(index, Filtered):
+        ids, index = index.stored_ids(ids), index.unfiltered
+    is_decoded = chunks_of(index) is not None
+    offsets = None if is_decoded else extents.start.min(axis=1, initial=_FAR)
+    bounds = shard_bounds(index, len(dataset.shards))
+    return Located(
+        sample_ids,
+        [dataset.shards[shard].name for shard in extents.shard.tolist()],
+        ids - bounds[extents.shard],
+        offsets,
+        extents.size.sum(axis=1),
+    )
