@@ -145,17 +145,29 @@ class _Averages:
 
 
 def estimate_costs(index: SampleIndex, query: CostQuery) -> CostReport:
-    """The cost of each order on a dataset.
+    """The cost of each order on a dataset, for samples of any kind.
+
+    Where samples are rows of chunks, a batch decodes each chunk that it touches once, unless the
+    cache has it.
 
     Raises:
         InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
     """
+    full = replace(query.order, mode="full", io_block_bytes=0, window_blocks=0)
+    qualities = [expected_quality(planner_for(each, index)) for each in (full, query.order)]
+    if chunks := chunks_of(index):
+        return _estimate_chunk_costs(index, chunks, query, qualities)
+    return _estimate_range_costs(index, query, qualities)
+
+
+def _estimate_range_costs(
+    index: SampleIndex, query: CostQuery, qualities: Sequence[ShuffleQuality]
+) -> CostReport:
+    """The cost where samples are byte ranges; with the qualities of `full` and `block`."""
     order, epochs = query.order, query.num_epochs
+    full_quality, block_quality = qualities
     averages = _average(index, order.io_block_bytes)
     cache = _average(index, query.cache_block_bytes)
-    full_order = replace(order, mode="full", io_block_bytes=0, window_blocks=0)
-    full_quality = expected_quality(planner_for(full_order, index))
-    block_quality = expected_quality(planner_for(order, index))
     served = averages.num_samples * averages.served_bytes * epochs
 
     def estimate(
@@ -297,23 +309,11 @@ def in_units(num_bytes: float) -> str:
     return f"{num_bytes:,.1f} TiB"
 
 
-def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:
-    """The cost of each order, for samples of any kind.
-
-    Raises:
-        InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
-    """
-    if chunks := chunks_of(index):
-        return _estimate_chunk_costs(index, chunks, query)
-    return estimate_costs(index, query)
-
-
-def _estimate_chunk_costs(index: SampleIndex, chunks: Chunks, query: CostQuery) -> CostReport:
-    """The cost of each order on a dataset of chunks.
-
-    Raises:
-        InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
-    """
+def _estimate_chunk_costs(
+    index: SampleIndex, chunks: Chunks, query: CostQuery, qualities: Sequence[ShuffleQuality]
+) -> CostReport:
+    """The cost where samples are rows of chunks; with the qualities of `full` and `block`."""
+    full_quality, block_quality = qualities
     order, epochs, num_chunks = query.order, query.num_epochs, chunks.num_chunks
     pieces = [chunks.pieces(chunk) for chunk in range(num_chunks)]
     requests = sum(map(len, pieces)) / num_chunks
@@ -346,9 +346,6 @@ def _estimate_chunk_costs(index: SampleIndex, chunks: Chunks, query: CostQuery) 
             round(num_decoded * decoded),
         )
 
-    full_order = replace(order, mode="full", io_block_bytes=0, window_blocks=0)
-    full_quality = expected_quality(planner_for(full_order, index))
-    block_quality = expected_quality(planner_for(order, index))
     taken = whole_pages(chunks.chunk_bytes)  # in the cache
     window_bytes, cached_bytes = window * float(taken.mean()), float(taken.sum())
     of_full, in_window = num_batches * touched(num_chunks), held(window_bytes)

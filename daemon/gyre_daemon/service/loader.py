@@ -15,7 +15,7 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
-from gyre_daemon.datasets.cost import estimate_all
+from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.fields import LengthHistogram, length_histograms
 from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
@@ -309,7 +309,7 @@ class LoaderService(pb_grpc.LoaderServicer):
                 "reading its documents"
             )
         question = requests.to_cost_question(request, dataset)
-        estimate = partial(estimate_all, dataset.index, question)
+        estimate = partial(estimate_costs, dataset.index, question)
         report = await self._opener.compute(caller, estimate)
         return convert.from_cost_report(report, question, dataset)
 

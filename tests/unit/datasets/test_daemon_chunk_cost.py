@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.cost import CostQuery, CostReport, StoragePrices, estimate_all
+from gyre_daemon.datasets.cost import CostQuery, CostReport, StoragePrices, estimate_costs
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex, chunk_arrays
 from gyre_daemon.order.mixture import planner_for
@@ -27,7 +27,9 @@ def index() -> ChunkIndex:
 
 def report(cache_bytes: int = 0, window: int = 9) -> CostReport:
     order, prices = replace(ORDER, window_blocks=window), StoragePrices(per_1000_requests=1.0)
-    return estimate_all(index(), CostQuery(order, 3, cache_bytes, 1 << 18, prices, is_local=False))
+    return estimate_costs(
+        index(), CostQuery(order, 3, cache_bytes, 1 << 18, prices, is_local=False)
+    )
 
 
 def test_full_decodes_the_chunks_that_its_batches_touch() -> None:
