@@ -11,7 +11,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat
 from gyre_daemon.datasets.formats.installed import installed_names
 from gyre_daemon.datasets.formats.jsonl import has_records, may_be_array
-from gyre_daemon.datasets.indexing.listing import FileListing, Manifests, list_files
+from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.known_formats import FORMATS, SINGLE_FILES, make_format
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
@@ -44,7 +44,7 @@ class FoundFormat:
 
 
 async def find_format(
-    opener: StorageOpener, location: Location, config: DatasetConfig, manifests: Manifests
+    opener: StorageOpener, location: Location, config: DatasetConfig, manifests: ManifestReader
 ) -> FoundFormat:
     """The format that the names of files say, else their first bytes.
 

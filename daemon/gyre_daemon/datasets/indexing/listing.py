@@ -8,10 +8,10 @@ Python, which takes turns of it from all others as long. So a compute worker doe
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +45,6 @@ _LABELS, _TEXTS_AT_ONCE = "labels", 1000
 # cost of a plan. All of them stay in memory until they are parsed, so their size has a limit.
 _FILES_AT_ONCE = 1000
 _MAX_BYTES = 1 << 30
-# Takes the format, the samples, and the file that describes each.
-ParseManifest = Callable[[DescribedFormat, Described, Sequence[bytes]], Awaitable[Manifest]]
 # A manifest is read whole, and its rows take some ten times its bytes while that is done.
 _MAX_MANIFEST_BYTES = 1 << 30
 
@@ -174,7 +172,7 @@ async def read_described(
     config: DatasetConfig,
     listed: DescribedFormat,
     about: Storage,
-    parse: ParseManifest,
+    manifests: ManifestReader,
 ) -> Manifest:
     """The manifest of a folder whose samples are described by files of their own.
 
@@ -184,7 +182,7 @@ async def read_described(
         config: of the dataset.
         listed: its format.
         about: the file that describes all samples, as the only shard.
-        parse: makes the manifest.
+        manifests: makes the manifest.
 
     Raises:
         CorruptSample: a file is damaged.
@@ -205,7 +203,7 @@ async def read_described(
             f"{_MAX_BYTES}; split it into several datasets"
         )
     texts = await _read_files(files, described.texts, sizes)
-    return await parse(listed, described, texts)
+    return await manifests.parse(listed, described, texts)
 
 
 async def _read_files(
@@ -222,18 +220,6 @@ async def _read_files(
         for number, text in zip(some.tolist(), found, strict=True):
             texts[number] = text
     return texts
-
-
-class Manifests(Protocol):
-    """The reader of manifests; see `ManifestReader`."""
-
-    async def read(self, listed: ManifestFormat, storage: Storage) -> Manifest:
-        """The manifest, the only shard of a storage."""
-
-    async def parse(
-        self, listed: DescribedFormat, described: Described, texts: Sequence[bytes]
-    ) -> Manifest:
-        """The manifest that the texts of samples make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +251,7 @@ async def list_files(
     location: Location,
     config: DatasetConfig,
     listed: ListedFormat,
-    manifests: Manifests,
+    manifests: ManifestReader,
 ) -> FileListing:
     """The files of a location.
 
@@ -287,9 +273,7 @@ async def list_files(
         storage = await _open_manifest(opener, location, config, listed, place)
         _check_one(place.path, storage)
         if isinstance(listed, DescribedFormat):
-            manifest = await read_described(
-                opener, location, config, listed, storage, manifests.parse
-            )
+            manifest = await read_described(opener, location, config, listed, storage, manifests)
         else:
             assert isinstance(listed, ManifestFormat)
             manifest = await manifests.read(listed, storage)
