@@ -152,10 +152,6 @@ class FigureJobs:
             return [self.config]
         return [_with_layers(self.config, depth) for depth in (more, more - 1)]
 
-    def num_more_layers(self, strategy: Strategy = Strategy.GYRE) -> int:
-        """The layers that the deepest of these models lacks."""
-        return max(0, self.num_layers - self._deepest(strategy))
-
     def run(self, strategies: Sequence[Strategy], num_ranks: int) -> Iterator[Job[StepCost]]:
         """The dry runs of each strategy; those that take longest are first."""
         for strategy in strategies:
@@ -168,7 +164,7 @@ class FigureJobs:
         if not others:
             return figures(more)
         (few,) = others
-        times = self.num_more_layers(strategy)
+        times = self.num_layers - self._deepest(strategy)
         peaks = _phase_peaks(more.timeline)
         peaks += times * (peaks - _phase_peaks(few.timeline))
         at_peak = peaks[peaks.sum(axis=1).argmax()].tolist()

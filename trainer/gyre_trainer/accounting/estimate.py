@@ -17,6 +17,7 @@ import torch
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import StepFigures
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import TrainConfig
 
 # Matrix units of GPUs take tiles of 128 rows or columns, and thinner slices leave a part idle.
@@ -115,21 +116,63 @@ _MATRIX_DIM, _COPY_BYTES, _NUM_TRIALS, _NUM_OPERATORS = 1024, 2**26, 5, 1000
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The speeds of one rank's device and link.
+    """The speeds of one rank's device, host and links; 0 where one is to be measured.
 
     Attributes:
         operations_per_s: floating-point operations.
         bytes_per_s: bytes that it sends to a rank of its host.
         bytes_per_s_between: bytes that a host sends to another one; None for one host.
         ranks_per_host: ranks that share a host and its link.
-        operator_s: seconds of the host to start an operator; 0 if it is not counted.
+        operator_s: seconds of the host to start an operator.
+        sources: where the first two are from.
     """
 
-    operations_per_s: float
-    bytes_per_s: float
+    operations_per_s: float = 0.0
+    bytes_per_s: float = 0.0
     bytes_per_s_between: float | None = None
-    ranks_per_host: int = 1
+    ranks_per_host: int = 8
     operator_s: float = 0.0
+    sources: tuple[str, str] = ("given", "given")
+
+    def completed(self, dtype: torch.dtype, num_ranks: int) -> "Rates":
+        """The same with missing rates measured on this machine.
+
+        Raises:
+            ConfigError: there are several hosts, but no rate of the link between them.
+        """
+        if num_ranks > self.ranks_per_host and self.bytes_per_s_between is None:
+            raise ConfigError(
+                f"{num_ranks} ranks are on several hosts ({self.ranks_per_host} on each). Give "
+                "--bytes-per-s-between, the bytes that a host sends to another one in a second, or "
+                "--ranks-per-host"
+            )
+        return replace(
+            self,
+            operations_per_s=self.operations_per_s or _measured_operations_per_s(dtype),
+            bytes_per_s=self.bytes_per_s or _measured_bytes_per_s(),
+            operator_s=_measured_operator_s(),
+            sources=(
+                "given" if self.operations_per_s else "measured here: a matrix product",
+                "given" if self.bytes_per_s else "measured here: a copy in memory",
+            ),
+        )
+
+    def described(self) -> str:
+        """The rates and their sources, for the end of a table."""
+        lines = [
+            f"{self.operations_per_s:.2e} operations/s of a rank ({self.sources[0]})",
+            f"{self.bytes_per_s:.2e} bytes/s inside a host ({self.sources[1]})",
+        ]
+        if self.bytes_per_s_between is not None:
+            lines.append(
+                f"{self.bytes_per_s_between:.2e} bytes/s between hosts of {self.ranks_per_host} "
+                "ranks, by one link a host (given)"
+            )
+        lines.append(
+            f"{self.operator_s * 1e6:.1f} us of the host for an operator (measured here: an "
+            "addition; a real step takes more)"
+        )
+        return "\n".join(lines)
 
     def of_ring(self, num_ranks: int) -> float:
         """Bytes per second of a ring of ranks; it crosses the link of each host once."""
@@ -144,21 +187,21 @@ class Rates:
         return self.bytes_per_s_between / min(size, self.ranks_per_host)
 
 
-def measured_operations_per_s(dtype: torch.dtype) -> float:
+def _measured_operations_per_s(dtype: torch.dtype) -> float:
     """The rate of a matrix product on this machine's device."""
     device = _device()
     matrix = torch.randn(_MATRIX_DIM, _MATRIX_DIM, dtype=dtype, device=device)
     return 2 * _MATRIX_DIM**3 / _seconds(lambda: matrix @ matrix)
 
 
-def measured_bytes_per_s() -> float:
+def _measured_bytes_per_s() -> float:
     """The rate of a copy in this machine's memory, which is a hop between ranks of one host."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=_device())
     target = torch.empty_like(source)
     return _COPY_BYTES / _seconds(lambda: target.copy_(source))
 
 
-def measured_operator_s() -> float:
+def _measured_operator_s() -> float:
     """The time that this host takes to start one small operator of torch."""
     tensor = torch.zeros(1, device=_device())
 

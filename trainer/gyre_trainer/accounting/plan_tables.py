@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,12 @@ from gyre_trainer.accounting.estimate import (
     RingFigures,
     figures_of_rings,
     host_seconds,
-    measured_bytes_per_s,
-    measured_operations_per_s,
-    measured_operator_s,
     on_rings_of,
     recommendation,
     ring_seconds,
     ring_sizes,
     step_seconds,
 )
-from gyre_trainer.errors import ConfigError
 from gyre_trainer.inspection.rotation_plan import table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
@@ -97,26 +92,16 @@ def _thinnest(model: nn.Module) -> tuple[int, str]:
     return min(cuts, default=(0, ""))
 
 
-def modules_table(
-    counts: ModuleCounts, fewer: ModuleCounts | None = None, *, num_more_layers: int = 0
-) -> str:
+def modules_table(counts: ModuleCounts) -> str:
     """A table with one row for each kind of module: MiB, and those on rank 0.
 
     Rank 0 has the largest slices.
-
-    Args:
-        counts: of a model.
-        fewer: of the model with one layer less.
-        num_more_layers: the layers that the table shows beside those of ``counts``.
     """
     lines = [["module", "rule", "bytes", "per rank"]]
     total = np.zeros(3, np.int64)
-    for kind, (first, count) in counts.kinds.items():
-        path, rule, _ = kind
-        of_layer = count - fewer.kinds[kind][1] if fewer else 0
-        row = count + num_more_layers * of_layer
-        total += row
-        number, *sizes = row.tolist()
+    for (path, rule, _), (first, count) in counts.kinds.items():
+        total += count
+        number, *sizes = count.tolist()
         lines.append([f"{path} x{number}" if number > 1 else first, rule, *map(mib, sizes)])
     lines.append(["total", "", *map(mib, total[1:].tolist())])
     return "\n".join([table(lines, num_texts=2), *counts.notes])
@@ -134,63 +119,6 @@ def mib(num_bytes: int) -> str:
 _GYRE = [Strategy.GYRE]
 
 
-@dataclass(frozen=True, slots=True)
-class GivenRates:
-    """Rates of a rank and of its host, as far as they are given.
-
-    Attributes:
-        operations_per_s: floating-point operations of a rank.
-        bytes_per_s: bytes that a rank sends inside its host.
-        bytes_per_s_between: bytes that a host sends to another one, by one link.
-        ranks_per_host: ranks that share a host.
-    """
-
-    operations_per_s: float | None = None
-    bytes_per_s: float | None = None
-    bytes_per_s_between: float | None = None
-    ranks_per_host: int = 8
-
-    def measured(self, dtype: torch.dtype, num_ranks: int) -> Rates:
-        """The given rates; missing ones are measured on this machine.
-
-        Raises:
-            ConfigError: there are several hosts, but no rate of the link between them.
-        """
-        if num_ranks > self.ranks_per_host and self.bytes_per_s_between is None:
-            raise ConfigError(
-                f"{num_ranks} ranks are on several hosts ({self.ranks_per_host} on each). Give "
-                "--bytes-per-s-between, the bytes that a host sends to another one in a second, or "
-                "--ranks-per-host"
-            )
-        return Rates(
-            self.operations_per_s or measured_operations_per_s(dtype),
-            self.bytes_per_s or measured_bytes_per_s(),
-            self.bytes_per_s_between,
-            self.ranks_per_host,
-            measured_operator_s(),
-        )
-
-    def described(self, rates: Rates) -> str:
-        """The rates and where they are from, for the end of a table."""
-        lines = [
-            f"{rates.operations_per_s:.2e} operations/s of a rank "
-            + ("(given)" if self.operations_per_s else "(measured here: a matrix product)"),
-            f"{rates.bytes_per_s:.2e} bytes/s inside a host "
-            + ("(given)" if self.bytes_per_s else "(measured here: a copy in memory)"),
-        ]
-        if rates.bytes_per_s_between is not None:
-            lines.append(
-                f"{rates.bytes_per_s_between:.2e} bytes/s between hosts of {self.ranks_per_host} "
-                "ranks, by one link a host (given)"
-            )
-        lines.append(
-            f"{rates.operator_s * 1e6:.1f} us of the host for an operator (measured here: an "
-            "addition; a real step takes more)"
-        )
-        return "\n".join(lines)
-
-
-_MEASURED = GivenRates()
 _EVEN_ROUTING = (
     "Assumed: every expert is chosen equally often. Where tokens choose otherwise, a rank has\n"
     "more or fewer activations."
@@ -204,24 +132,21 @@ class Plan:
     Attributes:
         config: of the run.
         num_ranks: of the job.
-        counts: the modules of the model and of the one with one layer less, with the number of
-            layers that the first lacks.
+        counts: the modules of the model.
         columns: figures by the names of strategies.
         rings: figures of the sizes of rings.
         by_layer: the peak with `memory.recompute = "layer"`, where modules rotate layer by layer
             and the configuration says otherwise; else None.
         rates: of a rank and its host.
-        given: where the rates are from.
     """
 
     config: TrainConfig
     num_ranks: int
-    counts: tuple[Sequence[ModuleCounts], int]
+    counts: ModuleCounts
     columns: Mapping[str, StepFigures]
     rings: Sequence[RingFigures]
     by_layer: int | None
     rates: Rates
-    given: GivenRates
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -257,20 +182,19 @@ class Plan:
         """The whole plan, for printing."""
         rows = self.config.data.batch_size // self.num_ranks
         per_step = f"{rows} x {self.config.data.sequence_length} tokens on each per step"
-        counts, num_more = self.counts
         seconds = [f"{self.seconds[name]:.3g}" for name in self.columns]
         host = [f"{host_seconds(each, self.rates):.3g}" for each in self.columns.values()]
         return "\n\n".join(
             [
                 f"{counted(self.num_ranks, 'rank')}; {per_step}; all figures in MiB",
                 *_too_long(self.config),
-                modules_table(*counts, num_more_layers=num_more),
+                modules_table(self.counts),
                 "Live bytes of a rank at the peak of a step:",
                 _peaks(self.columns, [["host, s", *host], ["step, s", *seconds]]),
                 *self._rings(),
                 *_assumption(self.columns),
                 "Counted operator by operator. Seconds hide all communication that can be, at\n"
-                + self.given.described(self.rates),
+                + self.rates.described(),
                 self.recommended(memory_bytes),
             ]
         )
@@ -279,7 +203,7 @@ class Plan:
         """A table of the sizes of rings, if there are several."""
         if len(self.rings) < 2:
             return []
-        thinnest, name = self.counts[0][0].thinnest
+        thinnest, name = self.counts.thinnest
         lines = [["rings", "peak", "sent", "averaged", "host, s", "thinnest", "step, s"]]
         for each in self.rings:
             rows = -(-thinnest // each.size)
@@ -327,18 +251,18 @@ class Plan:
                     "sent_bytes": each.figures.sent_bytes,
                     "averaged_bytes": each.averaged_bytes,
                     "host_s": host_seconds(each.figures, self.rates),
-                    "thinnest": -(-self.counts[0][0].thinnest[0] // each.size),
+                    "thinnest": -(-self.counts.thinnest[0] // each.size),
                     "step_s": self.seconds[each.name],
                 }
                 for each in self.rings
             ],
-            "layer_by_layer": list(self.counts[0][0].notes),
+            "layer_by_layer": list(self.counts.notes),
             "peak_bytes_by_layer": self.by_layer,
             "recommendation": self.recommended(memory_bytes),
         }
 
 
-def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED) -> Plan:
+def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
     """Count the costs of a step.
 
     Args:
@@ -352,7 +276,7 @@ def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED
     """
     config.require_divisible(num_ranks)
     dtype = getattr(torch, config.precision.compute_dtype)
-    rates = given.measured(dtype, num_ranks)
+    rates = given.completed(dtype, num_ranks)
     jobs = FigureJobs.of(config)
     size = num_ranks // config.run.replicas
     # Another size tells about all: the smallest, whose few slices are counted fast.
@@ -360,11 +284,9 @@ def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED
     sizes = dict.fromkeys([size, possible[0] if size != possible[0] else possible[-1]])
     of_rings = [replace(jobs, config=on_rings_of(config, each, num_ranks)) for each in sizes]
     others = [each for each in Strategy if each != Strategy.GYRE]
-    counts: list[ModuleCounts] = side_by_side(
-        [partial(module_counts, each, size) for each in jobs.configs()]
-    )
+    counts = module_counts(config, size)
     again = None
-    if counts[0].notes and config.memory.recompute != "layer":
+    if counts.notes and config.memory.recompute != "layer":
         layers = replace(config, memory=replace(config.memory, recompute="layer"))
         again = replace(jobs, config=on_rings_of(layers, size, num_ranks))
     to_do: list[Job[Any]] = [
@@ -383,7 +305,7 @@ def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED
     return Plan(
         config,
         num_ranks,
-        (counts, jobs.num_more_layers()),
+        counts,
         {str(strategy): each for strategy, each in by_strategy.items()},
         figures_of_rings(
             by_size,
@@ -393,7 +315,6 @@ def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED
         ),
         by_layer,
         rates,
-        given,
     )
 
 

@@ -140,11 +140,11 @@ def _given_export(options: argparse.Namespace) -> "Export":
 def plan(config: TrainConfig, options: argparse.Namespace) -> str:
     """The rule of each module, and the cost of a step, as tables or as JSON."""
     # FSDP2 and fake tensors take a second to import.
-    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
+    from gyre_trainer.accounting import estimate, plan_tables  # noqa: PLC0415
 
-    given = plan_tables.GivenRates(
-        options.operations_per_s,
-        options.bytes_per_s,
+    given = estimate.Rates(
+        options.operations_per_s or 0.0,
+        options.bytes_per_s or 0.0,
         options.bytes_per_s_between,
         options.ranks_per_host,
     )
