@@ -7,8 +7,7 @@ from typing import Any
 import grpc
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.credentials import CredentialFiles
-from gyre_client.transport.identity import Identity
-from gyre_client.transport.side_channel import TOKEN_KEY
+from gyre_client.transport.identity import TOKEN_KEY, Identity
 
 
 class _Identified(

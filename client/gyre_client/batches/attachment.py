@@ -10,16 +10,17 @@ import grpc
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.batches.arena import Arenas, Memory
 from gyre_client.batches.batch import (
     BatchGroup,
     Cursors,
     Layout,
     PayloadBuffer,
+    Widened,
     read_cursors,
     read_layout,
     read_layouts,
 )
-from gyre_client.batches.tokens import Widened
 from gyre_client.errors import (
     DaemonFault,
     DaemonUnavailable,
@@ -27,14 +28,10 @@ from gyre_client.errors import (
     LeaseExpired,
     NotAuthenticated,
 )
-from gyre_client.memory.arena import Arenas
-from gyre_client.memory.mapping import Memory
-from gyre_client.messages.answers import check_grant, check_group
-from gyre_client.messages.frames import chunk_data
-from gyre_client.messages.layouts import BatchTensors
+from gyre_client.messages.answers import BatchTensors, check_grant, check_group
+from gyre_client.transport.channel import chunk_data
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
-from gyre_client.transport.outbox import Consumed, Outbox
-from gyre_client.transport.read_ahead import NEVER
+from gyre_client.transport.outbox import NEVER, Consumed, Outbox
 
 # A lease outlives three lost or late heartbeats. More heartbeats wake an idle client more often.
 HEARTBEATS_PER_LEASE = 4

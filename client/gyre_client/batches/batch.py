@@ -1,8 +1,11 @@
-"""Batches and batch groups: tensors over separate memory, or over a slot of an arena."""
+"""Batches and batch groups: tensors over separate memory, or over a slot of an arena.
+
+Unsigned token ids become a dtype that `torch.nn.Embedding`, `max` and indexing accept.
+"""
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +14,50 @@ import numpy.typing as npt
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batches.tokens import Widened, widen
-from gyre_client.errors import DaemonFault
-from gyre_client.memory.arena import Loan
-from gyre_client.memory.mapping import Memory
-from gyre_client.messages.layouts import BFLOAT16, OFFSETS_SUFFIX
+from gyre_client.batches.arena import Loan, Memory
+from gyre_client.errors import DaemonFault, InvalidRequest
+from gyre_client.messages.answers import BFLOAT16, OFFSETS_SUFFIX
+from gyre_client.messages.arguments import choice
+
+_WIDER = {"int64": torch.int64, "int32": torch.int32, "stored": None}
+_FITS_INT32 = ("uint8", "uint16")
+
+# The dtype that a tensor is converted to, by the tensor's name.
+Widened = Mapping[str, torch.dtype]
+
+
+def widened(fields: Iterable[pb.Field], token_dtype: str) -> Widened:
+    """Returns the conversions of a dataset's batches: its fields of unsigned token ids.
+
+    Args:
+        fields: The dataset's fields.
+        token_dtype: `int64`, `int32`, or `stored` for no conversion at all.
+
+    Raises:
+        InvalidRequest: There is no such choice, or it cannot hold the ids of a field.
+    """
+    wider = choice("token_dtype", token_dtype, _WIDER)
+    if wider is None:
+        return {}
+    unsigned = [each for each in fields if each.token_ids and each.dtype.startswith("uint")]
+    for each in unsigned:
+        if wider is torch.int32 and each.dtype not in _FITS_INT32:
+            raise InvalidRequest(
+                f"token_dtype is 'int32', which cannot hold every {each.dtype} id "
+                f"of the field {each.name!r}; take 'int64'"
+            )
+    return {each.name: wider for each in unsigned}
+
+
+def widen(tensors: Mapping[str, torch.Tensor], wider: Widened) -> dict[str, torch.Tensor]:
+    """Returns a batch in new memory on the same device; nothing refers to the old memory.
+
+    Other tensors are copied: they take only a few bytes per sample.
+    """
+    return {
+        name: tensor.to(wider[name]) if name in wider else tensor.clone()
+        for name, tensor in tensors.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

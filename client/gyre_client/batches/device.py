@@ -17,14 +17,12 @@ from typing import Protocol
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batches.batch import Layout, Position
+from gyre_client.batches.arena import Memory
+from gyre_client.batches.batch import Layout, Position, widen
 from gyre_client.batches.stream import CLOSED, JOIN_TIMEOUT_S, BatchStream
-from gyre_client.batches.tokens import widen
 from gyre_client.errors import InvalidRequest
-from gyre_client.memory.mapping import Memory
 from gyre_client.messages.arguments import shown
-from gyre_client.transport.outbox import LONG_WAIT_S
-from gyre_client.transport.wakeup import Wakeup
+from gyre_client.transport.outbox import LONG_WAIT_S, Wakeup
 
 # Two transfers overlap with each other and with the computation: one fills pinned memory while the
 # device reads the other. More only cost pinned and device memory.

@@ -16,20 +16,16 @@ from typing import Self
 
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.batches.arena import Arenas
 from gyre_client.batches.attachment import Attachment, Session
-from gyre_client.batches.batch import Batch, BatchGroup, Position
-from gyre_client.batches.tokens import widened
+from gyre_client.batches.batch import Batch, BatchGroup, Position, widened
 from gyre_client.errors import DaemonFault, GyreError
-from gyre_client.memory.arena import Arenas
-from gyre_client.messages.answers import check_same_dataset
-from gyre_client.messages.layouts import BatchTensors
+from gyre_client.messages.answers import BatchTensors, check_same_dataset
 from gyre_client.targets.target import Target
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.identity import NotShared, SideChannel
 from gyre_client.transport.outage import Outage
-from gyre_client.transport.outbox import LONG_WAIT_S, Consumed
-from gyre_client.transport.read_ahead import NEVER
-from gyre_client.transport.side_channel import NotShared, SideChannel
-from gyre_client.transport.wakeup import Wakeup
+from gyre_client.transport.outbox import LONG_WAIT_S, NEVER, Consumed, Wakeup
 
 STALL_TIMEOUT_S = 600.0
 JOIN_TIMEOUT_S = 10.0  # for a thread that ends at once unless the processor is overloaded

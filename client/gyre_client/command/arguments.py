@@ -1,15 +1,26 @@
-"""Arguments that several commands have, and the types of their values."""
+"""Arguments that several commands have, such as `--transforms` and `--engine`, and their types."""
 
 import argparse
+import json
 import math
+import os
 import re
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import shtab
+from gyre_protos.toml import parse_toml
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.messages.requests import dataset_ref
+from gyre_client.display.terminal import ProgressBar
+from gyre_client.errors import InvalidRequest
+from gyre_client.messages.requests import dataset_ref, is_location, transform_list
+from gyre_client.prepare.shards import Work, run_on_shards
+from gyre_client.prepare.units import LOCAL, Daemons, check_engine
+from gyre_client.transport.connection import Connection
 
 _MAX_INTERVAL_S = 3600
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
@@ -126,3 +137,116 @@ def steps(text: str) -> tuple[int, int | None]:
         return int(first), int(stop) if colon else None
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range A:B") from None
+
+
+_KEY = "transforms"
+_MAX_BYTES = 1 << 20  # a chain has some hundred; a request of this size is refused
+
+
+def add_transforms_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds --transforms to a parser, or to a group of its arguments."""
+    about = (
+        "a script's Loader(transform=...): a JSON list, or the key `transforms` of a "
+        "file that ends in .toml; those of the dataset's definition if absent"
+    )
+    option = parser.add_argument("--transforms", type=Path, metavar="FILE", help=about)
+    option.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
+def transforms_of(args: argparse.Namespace) -> pb.TransformList | None:
+    """Returns the chain in the file that the arguments name; None where they name none.
+
+    Raises:
+        InvalidRequest: The file cannot be read, or has no list of transforms.
+    """
+    path: Path | None = args.transforms
+    if path is None:
+        return None
+    found = _read(path)
+    try:
+        return transform_list(found)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequest(f"--transforms {path} cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_BYTES:
+        raise InvalidRequest(f"--transforms {path} has more than {_MAX_BYTES} bytes; name a chain")
+    if path.suffix == ".toml":
+        return _of_toml(path, data)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"--transforms {path} is no JSON ({error}); it must be the list that "
+            "Loader(transform=...) takes, or TOML in a file that ends in .toml"
+        ) from error
+
+
+def _of_toml(path: Path, data: bytes) -> Any:
+    try:
+        table = parse_toml(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"--transforms {path} is no TOML: {error}") from error
+    if table.keys() != {_KEY}:
+        keys = ", ".join(map(repr, table)) or "none"
+        raise InvalidRequest(
+            f"--transforms {path} must have the key {_KEY!r} and no other, and has {keys}. Write "
+            f"each transform as a table [[{_KEY}]]."
+        )
+    return table[_KEY]
+
+
+# Of a private daemon on a node of the cluster, in bytes: units read once, so that a cache is of no
+# use to them.
+_CACHE_BYTES = str(64 << 20)
+
+
+def add_engine_argument(
+    parser: argparse.ArgumentParser, prepare: Callable[[argparse.Namespace], None] | None = None
+) -> None:
+    """Adds --engine.
+
+    Args:
+        parser: Of the command.
+        prepare: Called before a daemon is started, unless the engine is `local`.
+    """
+    parser.add_argument(
+        "--engine",
+        default=LOCAL,
+        metavar="local|ray|ray://HOST:PORT",
+        help="who does the work: the daemon here, or tasks of Ray, on this machine or a cluster",
+    )
+
+    def check(args: argparse.Namespace) -> None:
+        if args.engine != LOCAL:
+            check_engine(args.engine)
+            if prepare:
+                prepare(args)
+
+    parser.set_defaults(prepare=check)
+
+
+def daemons_of(connection: Connection, args: argparse.Namespace) -> Daemons:
+    """Returns how nodes of a cluster find the daemon that this command means."""
+    if args.address or not is_location(args.dataset, args.format):
+        return Daemons(connection.address.text, args.daemon_user)
+    ours = {name: os.environ[name] for name in os.environ if name.startswith("GYRE_")}
+    return Daemons("", None, {"GYRE_CACHE_MEMORY": _CACHE_BYTES, **ours})
+
+
+def on_shards(
+    works: Sequence[Work],
+    connection: Connection,
+    args: argparse.Namespace,
+    transforms: pb.TransformList | None,
+    bar: ProgressBar,
+) -> Mapping[int, Any]:
+    """Has the shards of the dataset worked on by the engine; see `run_on_shards`."""
+    daemons, dataset = daemons_of(connection, args), dataset_of(args)
+    return run_on_shards(works, connection, dataset, transforms, args.engine, daemons, bar.update)

@@ -16,28 +16,23 @@ from gyre_client import __version__
 from gyre_client.command.arguments import (
     OneAddress,
     add_dataset_arguments,
+    add_engine_argument,
     interval_s,
 )
 from gyre_client.command.bench import add_bench_arguments, bench
-from gyre_client.command.cat import cat
 from gyre_client.command.convert import add_convert_arguments, convert
-from gyre_client.command.datasets import datasets
-from gyre_client.command.describe import add_describe_arguments, describe
-from gyre_client.command.drain import drain
-from gyre_client.command.engine import add_engine_argument
+from gyre_client.command.describe import add_describe_arguments, cat, datasets, describe
 from gyre_client.command.indexing import (
     add_index_arguments,
     add_measure_arguments,
     index,
+    lint,
     measure,
 )
-from gyre_client.command.lint import lint
 from gyre_client.command.planning import add_plan_arguments, plan
-from gyre_client.command.rewind import add_rewind_arguments, rewind
+from gyre_client.command.rewind import add_rewind_arguments, add_why_arguments, rewind, why
 from gyre_client.command.serve_page import add_page_arguments, page
-from gyre_client.command.status import status
-from gyre_client.command.top import top
-from gyre_client.command.why import add_why_arguments, why
+from gyre_client.command.status import drain, status, top
 from gyre_client.display.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
 from gyre_client.targets.target import (

@@ -10,11 +10,16 @@ from typing import Any
 
 import shtab
 
-from gyre_client.command.arguments import dataset_of, option
-from gyre_client.command.engine import add_engine_argument, daemons_of
-from gyre_client.command.transforms_file import add_transforms_argument, transforms_of
+from gyre_client.command.arguments import (
+    add_engine_argument,
+    add_transforms_argument,
+    daemons_of,
+    dataset_of,
+    option,
+    transforms_of,
+)
 from gyre_client.display.formatting import CommandOutput, facts, size
-from gyre_client.display.progress import progress_bar
+from gyre_client.display.terminal import ProgressBar
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, whole
 from gyre_client.messages.requests import transform_list
@@ -92,7 +97,7 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         args.dtype,
     )
     is_tokens, began_s = kind == "tokens", time.monotonic()
-    with progress_bar("samples") as bar:
+    with ProgressBar("samples") as bar:
 
         def show(num_done: int, num_all: int, elements_per_s: float) -> None:
             bar.update(num_done, num_all, f"{elements_per_s:,.0f} tokens/s" if is_tokens else "")

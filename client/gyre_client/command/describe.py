@@ -1,24 +1,19 @@
-"""`gyre describe`: the fields of a dataset, the lengths of its samples, and some samples."""
+"""`gyre datasets`, `describe` and `cat`: a daemon's datasets, the fields and samples of one."""
 
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import shtab
 from gyre_protos.text import printable
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.display.descriptions import facts_of, fields_of
+from gyre_client.display.descriptions import as_text, facts_of, fields_of
 from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, table
-from gyre_client.display.histograms import as_text
 from gyre_client.display.media import Picture, media_type, shows_pictures, thumbnail
-from gyre_client.display.page import page_of
-from gyre_client.display.samples import Sample, Value, first_samples
-from gyre_client.display.values import words_of
-from gyre_client.errors import GyreError, InvalidRequest, NotInstalled
-from gyre_client.messages.arguments import whole
+from gyre_client.display.samples import Sample, Value, first_samples, words_of
+from gyre_client.errors import GyreError, NotInstalled
+from gyre_client.messages.arguments import MAX_UINT32, whole
 from gyre_client.messages.requests import is_location
 from gyre_client.transport.connection import Connection
 
@@ -31,10 +26,6 @@ def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
     parser.add_argument("--num", type=int, default=3, help="how many samples to show (3)")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle of samples (0)")
-    page = parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with images and sounds, too"
-    )
-    page.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -50,14 +41,12 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         except GyreError as error:  # show the description all the same
             pairs.append(("shown", f"no sample: {' '.join(str(error).split())}"))
     heads, rows = fields_of(description.fields)
-    if args.html:
-        _write(args.html, page_of(description, pairs, (heads, rows), samples))
     text = f"{facts(pairs)}\n\n{table(heads, rows)}"
     more: list[str | Picture] = [
         f"\n{as_text(each, page_width())}" for each in description.lengths[:_MAX_HISTOGRAMS]
     ]
     if (num_more := len(description.lengths) - _MAX_HISTOGRAMS) > 0:
-        more.append(f"\nlengths of {num_more:,} more fields: --html and --json have them")
+        more.append(f"\nlengths of {num_more:,} more fields: --json has them")
     for sample in samples:
         more += sample_text(sample, f"sample {sample.sample_id}")
     value = plain(description) | {"samples": [_to_plain(each) for each in samples]}
@@ -99,8 +88,45 @@ def _to_plain(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, page: str) -> None:
+def cat(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns the first `args.num` samples of the shuffle by `args.seed`.
+
+    Each is its sample_id and, by field, dtype, shape and value. The value of ragged bytes is text
+    if they are UTF-8, else hexadecimal; all other values are (nested) lists.
+    """
+    whole("num", args.num, 1, MAX_UINT32)
+    dataset = dataset_of(args)
+    description = connection.describe(dataset)
+    found = first_samples(connection, dataset, description, args.num, args.seed)
+    samples = [
+        {
+            "sample_id": each.sample_id,
+            "fields": {name: _plain(value) for name, value in each.values.items()},
+        }
+        for each in found
+    ]
+    parts = [part for each in found for part in sample_text(each, f"sample {each.sample_id}")]
+    return CommandOutput(samples, "\n".join(each for each in parts if isinstance(each, str))[1:])
+
+
+def _plain(value: Value) -> dict[str, Any]:
+    data = decoded(value.data) if isinstance(value.data, bytes) else value.data
+    return {"dtype": value.dtype, "shape": list(value.shape), "value": data}
+
+
+def decoded(data: bytes) -> str:
+    """Returns bytes as text if they are UTF-8, else in hexadecimal."""
     try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from error
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.hex()
+
+
+def datasets(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns the datasets that the daemon serves by name."""
+    found = connection.list_datasets().datasets
+    rows = [(each.name, each.format, "yes" if each.open else "no", each.uri) for each in found]
+    text = table(("NAME", "FORMAT", "OPEN", "URI"), rows)
+    if not rows:
+        text = "This daemon serves no dataset by name."
+    return CommandOutput([plain(each) for each in found], text)

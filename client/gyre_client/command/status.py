@@ -1,27 +1,32 @@
-"""`gyre status`: the sessions and loads of a daemon; `gyre top` shows as much as has room."""
+"""`gyre status`, `top` and `drain`: the sessions and loads of a daemon, and its end."""
 
 import argparse
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.display.descriptions import mount_line
 from gyre_client.display.formatting import (
     CommandOutput,
     cut,
     duration,
+    emit,
     facts,
     fitted,
     page_width,
+    painted,
     plain,
     size,
     stacked,
+    to_json,
 )
-from gyre_client.display.mounts import mount_line
-from gyre_client.display.rates import SessionRates, session_rates
-from gyre_client.errors import NotAllowed
-from gyre_client.messages.measuring import measuring_line
+from gyre_client.display.rates import SessionRates, measuring_line, session_rates
+from gyre_client.display.terminal import live_terminal
+from gyre_client.errors import DaemonUnavailable, InvalidRequest, NotAllowed
 from gyre_client.transport.connection import Connection
 
 _UNKNOWN = "-"
@@ -284,3 +289,61 @@ def _bar(occupancy: float | None) -> str:
 
 def _transport(session: pb.SessionState) -> str:
     return _TRANSPORTS.get(session.transport, _UNKNOWN)
+
+
+_TIMEOUT_S = 2.0  # of one call; a screen that hangs for longer looks dead
+
+
+def top(connection: Connection, args: argparse.Namespace) -> None:
+    """Prints one look per interval: in place on a terminal, else one after the other.
+
+    With --json each look is one document per line; with --once there is only one.
+
+    Raises:
+        DaemonUnavailable: There is no daemon; a live screen waits for it instead.
+    """
+    if not args.interval:
+        raise InvalidRequest("--interval is 0; a look takes some time")
+    if args.once or args.json or not sys.stdout.isatty():
+        _print(connection, args)
+    else:
+        _show(connection, args.interval)
+
+
+def _print(connection: Connection, args: argparse.Namespace) -> None:
+    while True:
+        status = connection.status(_TIMEOUT_S)
+        if args.json:
+            emit(to_json(to_plain(status)))
+        else:
+            emit("\n".join([*summary_lines(status, page_width(), None), ""]))
+        if args.once:
+            return
+        time.sleep(args.interval)
+
+
+def _show(connection: Connection, interval_s: float) -> None:
+    """Draws on the terminal; says so while the daemon is away, and waits for it."""
+    with live_terminal(sys.stdout) as terminal:
+        while True:
+            columns, num_lines = terminal.size
+            try:
+                lines = summary_lines(connection.status(_TIMEOUT_S), columns, num_lines)
+            except DaemonUnavailable as failure:
+                lines = [
+                    cut(" ".join(str(failure).split()), columns),
+                    cut("waiting for it; q leaves", columns),
+                ][:num_lines]
+            terminal.draw([painted(printable(line), sys.stdout) for line in lines])
+            if not terminal.pause(interval_s):
+                return
+
+
+def drain(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Lets the daemon stop: it sends the batches in flight, and opens no more sessions."""
+    answer = connection.drain()
+    text = (
+        f"The daemon at {connection.address.text} drains {answer.num_sessions} open sessions and "
+        f"ends, after {duration(answer.timeout_s)} at the latest."
+    )
+    return CommandOutput(plain(answer), text)

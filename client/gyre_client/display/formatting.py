@@ -1,19 +1,45 @@
-"""The output of commands: tables and sizes for people, JSON for programs."""
+"""The output of commands: tables and sizes for people, in colours; JSON for programs."""
 
 import contextlib
 import json
+import os
+import re
 import shutil
 import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from google.protobuf.message import Message
 from gyre_protos.text import printable
 
-from gyre_client.display.colour import painted
 from gyre_client.display.media import Picture, shows_pictures
+from gyre_client.display.rates import PROCESSOR_BOUND, STORAGE_BOUND, TRAINER_BOUND
+
+_BOLD, _RED, _GREEN, _YELLOW, _MAGENTA, _PLAIN = (
+    f"\x1b[{code}m" for code in (1, 31, 32, 33, 35, 0)
+)
+_OF_WORDS = {
+    STORAGE_BOUND: _YELLOW,
+    PROCESSOR_BOUND: _MAGENTA,
+    TRAINER_BOUND: _GREEN,
+    "draining": _RED,
+}
+_WORD = re.compile("|".join(_OF_WORDS))
+_HEADER = re.compile(r"^[A-Z][A-Z/ ]+$", re.MULTILINE)
+
+
+def painted(text: str, output: IO[str]) -> str:
+    """Returns the text with coloured headers and bottlenecks if `output` is a terminal.
+
+    Users who want no colours set NO_COLOR (https://no-color.org).
+    """
+    if not output.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    text = _HEADER.sub(lambda found: f"{_BOLD}{found[0]}{_PLAIN}", text)
+    return _WORD.sub(lambda found: f"{_OF_WORDS[found[0]]}{found[0]}{_PLAIN}", text)
+
 
 _ELLIPSIS = "\u2026"
 _GAP = 2  # columns of a terminal between two columns of a table
@@ -59,9 +85,14 @@ def emit_more(parts: Sequence[str | Picture]) -> None:
             print(part.drawn(), flush=True)
 
 
+def is_watched() -> bool:
+    """Whether a person may see progress: standard error is a terminal, or this is a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
 def show_progress(line: str) -> None:
-    """Shows `line` as the last line of the terminal, if standard error is a terminal."""
-    if sys.stderr.isatty():
+    """Shows `line` as the last line of standard error, if that is a terminal or in a notebook."""
+    if is_watched():
         with contextlib.suppress(OSError):
             print(f"\r\033[K{printable(line)}", end="", file=sys.stderr, flush=True)
 

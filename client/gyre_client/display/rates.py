@@ -1,8 +1,9 @@
-"""The rates and bottlenecks of sessions, from the daemon's counts of their last seconds."""
+"""Rates and bottlenecks of sessions, and the progress of measuring, from the daemon's counts."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 STORAGE_BOUND = "storage-bound"
@@ -80,3 +81,18 @@ def session_rates(session: pb.SessionState) -> SessionRates | None:
 def _share(part: float, whole: float) -> float:
     """Returns a share in [0, 1]: a wait is reported when it ends, so it may exceed the interval."""
     return min(max(part / whole, 0.0), 1.0)
+
+
+def measuring_line(state: pb.MeasuringState) -> str:
+    """Returns a line such as `wiki: 1,200 of 40,000 samples (3.0%), 85/s, 456 s left`."""
+    done, whole = state.num_done, max(state.num_samples, 1)
+    line = (
+        f"{printable(state.dataset)}: {done:,} of {counted(state.num_samples, 'sample', ',')} "
+        f"({done / whole:.1%})"
+    )
+    num_new = done - state.num_reused
+    if num_new <= 0 or state.elapsed_s <= 0:
+        return line
+    rate = num_new / state.elapsed_s
+    left_s = max(state.num_samples - done, 0) / rate
+    return f"{line}, {rate:,.0f}/s, {left_s:,.0f} s left"

@@ -1,44 +1,38 @@
 """Single samples of a dataset, for commands that show them.
 
-They come in one batch over gRPC, which needs neither torch nor numpy.
+They come in one batch over gRPC, which needs no torch.
 """
 
-import struct
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
+from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.display.formatting import size
+from gyre_client.display.media import media_type
 from gyre_client.errors import DaemonFault
-from gyre_client.messages.answers import check_group, check_same_dataset
-from gyre_client.messages.frames import chunk_data
-from gyre_client.messages.layouts import BFLOAT16, OFFSETS_SUFFIX, BatchTensors
+from gyre_client.messages.answers import (
+    BFLOAT16,
+    OFFSETS_SUFFIX,
+    SAMPLE_ID,
+    BatchTensors,
+    check_group,
+    check_same_dataset,
+)
 from gyre_client.messages.requests import order, reader
+from gyre_client.transport.channel import chunk_data
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
 from gyre_client.transport.outbox import Outbox
 
-_HEARTBEATS_PER_LEASE = 4
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
-# The `struct` codes of numpy's dtypes; a complex number is two floats.
-_CODES = {
-    "bool": "?",
-    "int8": "b",
-    "uint8": "B",
-    "int16": "h",
-    "uint16": "H",
-    "int32": "i",
-    "uint32": "I",
-    "int64": "q",
-    "uint64": "Q",
-    "float16": "e",
-    BFLOAT16: "H",  # the upper half of a float32
-    "float32": "f",
-    "float64": "d",
-    "complex64": "ff",
-    "complex128": "dd",
-}
+_HEARTBEATS_PER_LEASE = 4
 
 
 class Value(NamedTuple):
@@ -154,60 +148,42 @@ def _samples_of(
 ) -> list[Sample]:
     """Returns the samples of a session's first batch."""
     tensors = BatchTensors(opened.fields, num_samples, has_mask=has_mask)
-    batch = _first_batch(connection, opened, tensors)
-    ids = batch.values("sample_id", 0, num_samples)
-    fields = opened.fields
+    layout, payload = _first_batch(connection, opened, tensors)
+    arrays = arrays_of(layout, payload, tensors.ragged)
+    ids, fields = arrays[SAMPLE_ID].tolist(), opened.fields
     return [
-        Sample(ids[row], {each.name: _value(batch, each, row) for each in fields})
+        Sample(ids[row], {each.name: _value(arrays, each, row) for each in fields})
         for row in range(num_samples)
     ]
 
 
-class _Batch:
-    """One batch's tensors, as the daemon lays them out."""
+def arrays_of(
+    layout: pb.Layout, payload: bytes | bytearray, ragged: Iterable[str]
+) -> dict[str, "npt.NDArray[Any]"]:
+    """Returns the tensors of a batch as numpy arrays that share its bytes; bfloat16 as uint16.
 
-    def __init__(self, layout: pb.Layout, payload: bytes) -> None:
-        self._tensors = {tensor.name: tensor for tensor in layout.tensors}
-        self._payload = payload
+    Raises:
+        DaemonFault: The samples of a ragged field do not follow each other, or do not fill it.
+    """
+    import numpy as np  # noqa: PLC0415  # most commands do without it
 
-    def check_offsets(self, ragged: Iterable[str]) -> None:
-        """Checks that the samples of each ragged field follow each other and fill the field.
-
-        Raises:
-            DaemonFault: They do not.
-        """
-        for name in ragged:
-            num_elements, offsets = self._tensors[name].shape[0], f"{name}{OFFSETS_SUFFIX}"
-            numbers = self.values(offsets, 0, self._tensors[offsets].shape[0])
-            if numbers != sorted(numbers) or (numbers[0], numbers[-1]) != (0, num_elements):
-                raise DaemonFault(f"{offsets!r} does not rise from 0 to {num_elements}")
-
-    def row_shape(self, name: str) -> list[int]:
-        """Returns the shape of one row of a tensor."""
-        return list(self._tensors[name].shape)[1:]
-
-    def values(self, name: str, start: int, stop: int) -> list[Any]:
-        """Returns the rows [start, stop) of a tensor as (nested) lists."""
-        code, shape = _CODES[self._tensors[name].dtype], self.row_shape(name)
-        num_numbers = len(code) * prod(shape) * (stop - start)
-        numbers = struct.unpack(f"<{num_numbers}{code[0]}", self.bytes(name, start, stop))
-        if self._tensors[name].dtype == BFLOAT16:
-            halves = struct.pack(f"<{num_numbers}I", *(number << 16 for number in numbers))
-            numbers = struct.unpack(f"<{num_numbers}f", halves)
-        items: list[Any] = list(numbers)
-        if len(code) == 2:
-            items = [list(pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
-        return _nested(items, [stop - start, *shape])
-
-    def bytes(self, name: str, start: int, stop: int) -> bytes:
-        """Returns the bytes of the same rows."""
-        tensor = self._tensors[name]
-        row_bytes = struct.calcsize(f"<{_CODES[tensor.dtype]}") * prod(self.row_shape(name))
-        begin = tensor.offset_bytes + start * row_bytes
-        return self._payload[begin : begin + (stop - start) * row_bytes]
+    found = {}
+    for tensor in layout.tensors:
+        dtype = np.dtype("uint16" if tensor.dtype == BFLOAT16 else tensor.dtype).newbyteorder("<")
+        shape = tuple(tensor.shape)
+        array = np.frombuffer(payload, dtype, prod(shape), tensor.offset_bytes)
+        found[tensor.name] = array.reshape(shape)
+    for name in ragged:
+        ends = found[name + OFFSETS_SUFFIX]
+        bounds = ends[0], ends[-1]
+        if (np.diff(ends, prepend=0) < 0).any() or bounds != (0, len(found[name])):
+            raise DaemonFault(f"the offsets of {name!r} do not rise from 0 to its end")
+    return found
 
 
-def _first_batch(connection: Connection, opened: pb.SessionOpened, tensors: BatchTensors) -> _Batch:
+def _first_batch(
+    connection: Connection, opened: pb.SessionOpened, tensors: BatchTensors
+) -> tuple[pb.Layout, bytes]:
     outbox = Outbox(opened.session_id, num_credits=1)
     stream = connection.stream(
         outbox.messages(opened.lease_s / _HEARTBEATS_PER_LEASE, lambda: None), OPEN_TIMEOUT_S
@@ -221,10 +197,7 @@ def _first_batch(connection: Connection, opened: pb.SessionOpened, tensors: Batc
                     raise DaemonFault(f"one batch came with {len(group.layouts)} layouts")
                 tensors.check(group.layouts[0])
                 num_bytes = group.layouts[0].num_bytes
-                payload = _payload(connection, opened.session_id, num_bytes)
-                batch = _Batch(group.layouts[0], payload)
-                batch.check_offsets(tensors.ragged)
-                return batch
+                return group.layouts[0], _payload(connection, opened.session_id, num_bytes)
         raise DaemonFault(f"the daemon at {connection.address.text} sent no batch")
     except grpc.RpcError as failure:
         raise error_from(failure, connection.address) from None
@@ -244,21 +217,74 @@ def _payload(connection: Connection, session_id: str, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _value(batch: _Batch, field: pb.Field, row: int) -> Value:
+def _value(arrays: Mapping[str, "npt.NDArray[Any]"], field: pb.Field, row: int) -> Value:
     """Returns a field of one of the samples of a batch."""
-    shape = batch.row_shape(field.name)
-    if not field.ragged:
-        return Value(field.dtype, shape, batch.values(field.name, row, row + 1)[0])
-    start, stop = batch.values(f"{field.name}{OFFSETS_SUFFIX}", row, row + 2)
-    shape = [stop - start, *shape]
-    if field.dtype == "uint8":
-        return Value(field.dtype, shape, batch.bytes(field.name, start, stop))
-    return Value(field.dtype, shape, batch.values(field.name, start, stop))
+    array, offsets = arrays[field.name], arrays.get(f"{field.name}{OFFSETS_SUFFIX}")
+    value = array[row] if offsets is None else array[offsets[row] : offsets[row + 1]]
+    shape = list(value.shape)
+    if field.ragged and field.dtype == "uint8":
+        return Value(field.dtype, shape, value.tobytes())
+    return Value(field.dtype, shape, _listed(value, field.dtype))
 
 
-def _nested(items: list[Any], shape: list[int]) -> list[Any]:
-    """Returns items in C order as lists of that shape."""
-    if len(shape) <= 1:
-        return items
-    size = prod(shape[1:])
-    return [_nested(items[row * size : (row + 1) * size], shape[1:]) for row in range(shape[0])]
+def _listed(value: "npt.NDArray[Any]", dtype: str) -> Any:
+    """Returns an array as (nested) lists of numbers; a complex number is two."""
+    if dtype == BFLOAT16:  # the upper half of a float32
+        value = (value.astype("uint32") << 16).view("float32")
+    if dtype.startswith("complex"):
+        value = value[..., None].view(value.real.dtype)
+    return value.tolist()
+
+
+_MAX_CHARS, _MAX_NUMBERS = 300, 8
+_SHOWN_BYTES = 16
+
+
+def text_of(value: Value) -> str | None:
+    """Returns the text in a value; None if it is not text."""
+    if not isinstance(value.data, bytes) or media_type(value.data):
+        return None
+    try:
+        return value.data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def words_of(value: Value) -> str:
+    """Returns one line about a value, without any control character."""
+    text = text_of(value)
+    if text is not None:
+        more = " ..." if len(text) > _MAX_CHARS else ""
+        return printable(text[:_MAX_CHARS]) + more
+    if isinstance(value.data, bytes):
+        kind = media_type(value.data)
+        shown = kind or f"bytes {value.data[:_SHOWN_BYTES].hex(' ')}"
+        more = " ..." if kind is None and len(value.data) > _SHOWN_BYTES else ""
+        return f"{shown}{more}, {size(len(value.data))}"
+    return _numbers(value.data)
+
+
+def _numbers(data: Any) -> str:
+    """Returns a number, or the first of several with their range and mean."""
+    if not isinstance(data, list):
+        return _number(data)
+    flat = list(_flat(data))
+    first = ", ".join(map(_number, flat[:_MAX_NUMBERS]))
+    if len(flat) <= _MAX_NUMBERS:
+        return f"[{first}]"
+    known = [each for each in flat if isinstance(each, bool | int | float) and math.isfinite(each)]
+    if not known:
+        return f"[{first}, ...]"
+    mean = math.fsum(known) / len(known)
+    return f"[{first}, ...], {_number(min(known))} to {_number(max(known))}, mean {mean:.6g}"
+
+
+def _flat(data: Any) -> Iterator[Any]:
+    """Yields the numbers of nested lists."""
+    if isinstance(data, list):
+        return itertools.chain.from_iterable(map(_flat, data))
+    return iter((data,))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

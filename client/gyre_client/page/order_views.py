@@ -26,7 +26,7 @@ _MODES = {
 def order_map(
     connection: Connection, ref: pb.DatasetRef, cursor: bytes, step: int
 ) -> dict[str, Any]:
-    """Returns where the next thousand steps of a job lie in its dataset.
+    """Returns the places of the next thousand steps of a job in its dataset.
 
     Some of these steps are located. The dataset, shard after shard, is cut into bands; each column
     of `cells` counts the samples of one step in each band.

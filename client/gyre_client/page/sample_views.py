@@ -15,8 +15,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import size
 from gyre_client.display.media import media_type
-from gyre_client.display.samples import Sample, Value, rows_of_step
-from gyre_client.display.values import text_of, words_of
+from gyre_client.display.samples import Sample, Value, rows_of_step, text_of, words_of
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.page.verdicts import OWN_JOBS
 from gyre_client.transport.connection import Connection

@@ -238,7 +238,7 @@ class _Answers:
         )
 
     async def order(self, request: Request) -> Response:
-        """Where the next steps of a job lie."""
+        """The places of the next steps of a job."""
         job = request.query_params.get("job", "")
         return await self._calls.answer(lambda: self._order(job))
 

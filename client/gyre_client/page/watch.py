@@ -12,8 +12,8 @@ from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import plain
+from gyre_client.display.rates import measuring_line
 from gyre_client.errors import GyreError, InvalidRequest
-from gyre_client.messages.measuring import measuring_line
 from gyre_client.page.training_run import TrainingRun
 from gyre_client.page.verdicts import OWN_JOBS, jobs_of, users_of
 from gyre_client.targets.target import Target

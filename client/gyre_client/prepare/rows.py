@@ -2,21 +2,21 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.display.samples import arrays_of
 from gyre_client.errors import DaemonFault, InvalidRequest
-from gyre_client.messages.answers import check_description
-from gyre_client.messages.layouts import (
+from gyre_client.messages.answers import (
     BFLOAT16,
     MAX_BYTES,
     OFFSETS_SUFFIX,
     SAMPLE_ID,
     BatchTensors,
+    check_description,
 )
 from gyre_client.transport.connection import Connection
 
@@ -94,15 +94,7 @@ def _batches(chunks: Iterable[pb.SamplesChunk], fields: Sequence[pb.Field]) -> I
         if len(payload) > layout.num_bytes:
             raise DaemonFault(f"the daemon sent more than a batch of {layout.num_bytes} bytes")
         if len(payload) == layout.num_bytes:
-            arrays = {tensor.name: _array(tensor, payload) for tensor in layout.tensors}
-            for name in ragged:
-                ends = arrays[name + OFFSETS_SUFFIX]
-                if (np.diff(ends, prepend=0) < 0).any() or (ends[0], ends[-1]) != (
-                    0,
-                    len(arrays[name]),
-                ):
-                    raise DaemonFault(f"the offsets of {name!r} do not rise from 0 to its end")
-            yield arrays
+            yield arrays_of(layout, payload, ragged)
     if len(payload) != layout.num_bytes:
         raise DaemonFault("the daemon ended before the last batch was whole")
 
@@ -112,12 +104,6 @@ def _check(layout: pb.Layout, fields: Sequence[pb.Field]) -> None:
     if len(ids.shape) != 1 or not 0 < ids.shape[0] <= MAX_BYTES:
         raise DaemonFault("the daemon sent a batch without samples")
     BatchTensors(fields, ids.shape[0], has_mask=False).check(layout)
-
-
-def _array(tensor: pb.Tensor, payload: bytearray) -> Array:
-    shape = tuple(tensor.shape)
-    dtype = np.dtype(tensor.dtype).newbyteorder("<")
-    return np.frombuffer(payload, dtype, prod(shape), tensor.offset_bytes).reshape(shape)
 
 
 def columns_of(description: pb.DatasetDescription) -> list[Column]:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_client.errors import InvalidRequest, NotInstalled
-from gyre_client.messages.layouts import SAMPLE_ID
+from gyre_client.messages.answers import SAMPLE_ID
 from gyre_client.prepare.rows import Arrays, Column, Row, rows_of
 
 # webdataset's own names for classes and numbers, which hold digits.

@@ -3,15 +3,18 @@
 An address is `unix:/absolute/path.sock`, `tcp:host:port` or `tls:host:port`.
 """
 
+import contextlib
 import ipaddress
+import os
+import pwd
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.messages.arguments import shown
-from gyre_client.transport.users import trusted_uids
+from gyre_client.messages.arguments import shown, whole
 
-ENVIRONMENT_VARIABLE = "GYRE_ADDRESS"
+ENVIRONMENT_VARIABLE, USER_VARIABLE = "GYRE_ADDRESS", "GYRE_DAEMON_USER"
+_MAX_UID = 2**32 - 2  # 2^32 - 1 means "no user" to the kernel
 SIDE_SUFFIX = ".side"
 # unix(7): sun_path has 108 bytes with its terminating NUL; the side channel's suffix must fit too.
 MAX_SOCKET_PATH_BYTES = 107 - len(SIDE_SUFFIX)
@@ -114,3 +117,38 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def trusted_uids(daemon_user: int | str | None) -> frozenset[int]:
+    """Returns the users whose daemons this process trusts: root, its own, and a named one.
+
+    Args:
+        daemon_user: A user id or name; None for the one in the environment, if there is one.
+
+    Raises:
+        InvalidRequest: This machine knows no such user.
+    """
+    own = {0, os.geteuid()}
+    if daemon_user is None:
+        daemon_user = os.environ.get(USER_VARIABLE) or None
+    return frozenset(own if daemon_user is None else {*own, _uid_of(daemon_user)})
+
+
+def name_of(uid: int) -> str:
+    """Returns a user's id and, if this machine knows it, name."""
+    with contextlib.suppress(KeyError):
+        return f"uid {uid} ({pwd.getpwuid(uid).pw_name})"
+    return f"uid {uid}"
+
+
+def _uid_of(user: int | str) -> int:
+    if isinstance(user, str):
+        if not (user.isascii() and user.isdigit() and len(user) < 20):
+            with contextlib.suppress(KeyError, ValueError):
+                return pwd.getpwnam(user).pw_uid
+            raise InvalidRequest(
+                f"daemon_user is {shown(user)}, but this machine knows no user of that name; give "
+                "the user's name or id"
+            )
+        user = int(user)
+    return whole("daemon_user", user, 0, _MAX_UID)

@@ -45,11 +45,9 @@ from gyre_client.messages.answers import (
     checked_progress,
 )
 from gyre_client.transport.address import Address
-from gyre_client.transport.channel import MAX_CONTROL_BYTES, open_channel
+from gyre_client.transport.channel import MAX_CONTROL_BYTES, open_channel, why_refused
 from gyre_client.transport.credentials import CredentialFiles, Pem
-from gyre_client.transport.handshake import why_refused
-from gyre_client.transport.identity import Identity, Metadata
-from gyre_client.transport.side_channel import TOKEN_KEY
+from gyre_client.transport.identity import TOKEN_KEY, Identity, Metadata
 from gyre_client.transport.trust import check_files, check_listener
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which

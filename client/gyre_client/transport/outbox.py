@@ -3,8 +3,14 @@
 Credits and releases are coalesced: everything that came up since the last message travels in the
 next one. Each number here is written by one thread: the consumer's totals are read by gRPC's
 sending thread, so an interrupt of the consumer neither loses nor doubles a credit.
+
+They also say how far the daemon may read ahead of the trainer: to its iteration's end, and for some
+seconds.
 """
 
+import contextlib
+import math
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +19,75 @@ from typing import Any, Protocol
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.transport.read_ahead import NEVER, ReadAhead
-from gyre_client.transport.wakeup import Wakeup
+
+class Wakeup:
+    """Wakes one thread that waits; a call before it waits counts.
+
+    A signal may end any line of Python in the main thread. `threading.Event` and `Condition` are
+    written in Python and hold a lock meanwhile, never to be released. A `SimpleQueue` is not.
+    """
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def wake(self) -> None:
+        """Wakes the thread; from any thread, and any finalizer."""
+        if self._calls.empty():
+            self._calls.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for a call; it may also return early, so the caller looks for itself."""
+        with contextlib.suppress(queue.Empty):
+            self._calls.get(timeout=max(0.0, timeout_s))
+
+
+NEVER = (1 << 63) - 1
+# A trainer that computes for longer than it waits has batches for these seconds at its pace.
+# With more, a slow trainer has samples decoded that it may never use, and memory that it does not
+# need; with less, batches that take longer than others stop it.
+_AHEAD_S, _LEAST = 5.0, 2
+# The pace is that of the last seconds, from this often on. In a longer time a pause counts for
+# longer; a shorter one has few batches.
+_MEMORY_S, _INTERVAL_S = 2.0, 0.2
+# A trainer that waits for a larger part of the time has no pace.
+_WAITS = 0.1
+
+
+class ReadAhead:
+    """The first batch that need not be read yet, from what a trainer took lately."""
+
+    def __init__(self) -> None:
+        # each a time, the next batch, and how long the trainer has waited in all
+        self._marks: deque[tuple[float, int, float]] = deque()
+        self._first = -1
+
+    def until(self, now_s: float, next_batch: int, waited_s: float, stop: int) -> int:
+        """Returns the first batch that need not be read yet.
+
+        Args:
+            now_s: A time that never falls.
+            next_batch: The batch that the trainer takes next.
+            waited_s: How long it has waited in all.
+            stop: The batch behind the last one of its iteration.
+        """
+        if self._first < 0:
+            self._first = next_batch
+        if next_batch == self._first:  # it has not begun
+            return stop
+        marks = self._marks
+        if not marks or now_s - marks[-1][0] >= _INTERVAL_S:
+            marks.append((now_s, next_batch, waited_s))
+        while now_s - marks[0][0] > _MEMORY_S and len(marks) > 1:
+            marks.popleft()
+        since_s, first, had_waited_s = marks[0]
+        passed_s, lately_s = now_s - since_s, waited_s - had_waited_s
+        if passed_s < _INTERVAL_S or lately_s > _WAITS * passed_s:
+            return stop
+        pace = (next_batch - first + 1) / (passed_s - lately_s)  # the batch in hand counts, too
+        return min(stop, next_batch + max(_LEAST, math.ceil(_AHEAD_S * pace)))
+
 
 # Fewer credits than `num_together` wait this long for more before they travel. Shorter
 # wakes a thread here and one in the daemon for every batch; longer delays a slow trainer's credit.

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gyre_client.errors import DaemonUnavailable, UntrustedDaemon
-from gyre_client.transport.address import Address
-from gyre_client.transport.users import ENVIRONMENT_VARIABLE, name_of
+from gyre_client.transport.address import USER_VARIABLE, Address, name_of
 
 TIMEOUT_S = 10.0  # a connection waits for room in the backlog of a daemon whose processor is busy
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -99,7 +98,7 @@ def _untrusted(address: Address, what: str, uid: int) -> UntrustedDaemon:
     return UntrustedDaemon(
         f"the address {address.text} {what} {name_of(uid)}, and this process trusts only "
         f"{trusted}. If that daemon is meant, say so with daemon_user={uid} or "
-        f"{ENVIRONMENT_VARIABLE}={uid}",
+        f"{USER_VARIABLE}={uid}",
         {"uid": str(uid), "trusted_uids": ",".join(map(str, sorted(address.trusted_uids)))},
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.memory.arena import Arena
+from gyre_client.batches.arena import Arena
 from torch.utils.data import DataLoader, Dataset
 
 from tests.conftest import Daemon, StartDaemon

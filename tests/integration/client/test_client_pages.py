@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gyre_client.memory.pages import PrivatePages
+from gyre_client.batches.arena import PrivatePages
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 40

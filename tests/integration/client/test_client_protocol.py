@@ -7,7 +7,7 @@ import pytest
 from gyre_client.batches.attachment import Attachment, Session
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import DaemonFault, DaemonUnavailable
-from gyre_client.messages.layouts import BatchTensors
+from gyre_client.messages.answers import BatchTensors
 from gyre_client.targets.target import Target
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection

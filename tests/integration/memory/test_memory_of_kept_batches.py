@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.batches.arena import Arena
 from gyre_client.errors import DaemonUnavailable, StorageUnavailable
-from gyre_client.memory.arena import Arena
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 

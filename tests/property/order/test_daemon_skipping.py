@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_client.loader.epochs import epochs_of
+from gyre_client.loader.place import epochs_of
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.cursor import Cursor, decode_cursor, skipping
 from gyre_daemon.order.mixture import MixtureState, planner_for

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from gyre_client.memory.arena import Arenas
+from gyre_client.batches.arena import Arenas
 
 
 class Files:

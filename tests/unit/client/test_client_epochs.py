@@ -10,8 +10,7 @@ import torch
 from gyre_client.batches.batch import Position
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.as_data_loader import refuse_unknown
-from gyre_client.loader.epochs import Epochs, epochs_of
-from gyre_client.loader.place import ActiveIteration, EpochIterator
+from gyre_client.loader.place import ActiveIteration, EpochIterator, Epochs, epochs_of
 
 
 @pytest.mark.parametrize(

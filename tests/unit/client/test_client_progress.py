@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from gyre_client.display.progress import ProgressBar
+from gyre_client.display.terminal import ProgressBar
 
 
 def lines_of(times_s: Sequence[float], done: Sequence[int], num_all: int = 10) -> list[str]:

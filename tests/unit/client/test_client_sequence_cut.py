@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gyre_client.errors import InvalidRequest
-from gyre_client.loader.ranks import Ranks
-from gyre_client.loader.sequence_cut import SequenceCut, cut_of
+from gyre_client.loader.ranks import Ranks, SequenceCut, cut_of
 from gyre_protos.v1 import loader_pb2 as pb
 from torch import Tensor
 

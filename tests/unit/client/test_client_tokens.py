@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gyre_client.batches.tokens import widen, widened
+from gyre_client.batches.batch import widen, widened
 from gyre_client.errors import InvalidRequest
 from gyre_protos.v1 import loader_pb2 as pb
 

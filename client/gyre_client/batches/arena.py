@@ -1,9 +1,9 @@
 """A session's arenas, mapped: batches are used where the daemon put them, without a copy.
 
-The mapping is private: writes of this process into a batch stay in this process, and the
-daemon's bytes cannot be harmed. When a batch is released, the pages written to are
-dropped, so that they do not show in a later batch of the same slot. Pages that were only read stay
-mapped for the next batch.
+The mapping is private: writes of this process into a batch stay in this process, and the daemon's
+bytes cannot be harmed. When a batch is released, the pages written to are dropped, so that they do
+not show in a later batch of the same slot. Pages that were only read stay mapped for the next
+batch.
 
 [Note: Tensors after a session]
 A tensor stays valid as long as it is held. When a session ends, the batches still held are
@@ -23,8 +23,18 @@ The last view of a batch may die in any thread and at any line, also while an ex
 Code of Python that ran there could be interrupted half-way, so none does: the weak reference to the
 memory appends itself to a queue, which gRPC's sending thread empties. The locks here are held in
 background threads alone, where no signal is handled.
+
+[Note: Sealed memory] A process that reads beyond the end of a mapped file is killed (SIGBUS). So a
+file is mapped only if the kernel guarantees that it cannot be made shorter. Python's own `mmap` is
+not used: it keeps a duplicate of the descriptor, and the whole file mapped as long as one view of
+it exists. Pages that were written to must be dropped before the next batch uses their slot; the
+kernel says which, as dropping all pages would cost the next batch a page fault for each.
 """
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -33,12 +43,259 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from gyre_client.errors import DaemonFault, DaemonUnavailable
-from gyre_client.memory.mapping import Memory, PrivateMapping
-from gyre_client.memory.memory_file import check_memory
-from gyre_client.memory.pages import PrivatePages
-from gyre_client.transport.side_channel import NotShared, SideChannel
+from gyre_client.transport.identity import NotShared, SideChannel
+
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library
+_FAILED = ctypes.c_void_p(-1).value
+
+# PyDLL keeps the interpreter's lock during a call; `move_out` depends on it.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_mmap, _mremap, _munmap, _memmove, _madvise = (
+    _libc.mmap,
+    _libc.mremap,
+    _libc.munmap,
+    _libc.memmove,
+    _libc.madvise,
+)
+_mmap.restype = _mremap.restype = _memmove.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# `munmap` as the callback of a weak reference, which is its third argument and is ignored. No code
+# of Python runs, so a signal cannot interrupt it.
+_munmap_for = _libc["munmap"]
+_munmap_for.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.py_object]
+
+Memory = npt.NDArray[np.uint8]
+# The memory that was moved out, by its address; entries of freed memory are removed later.
+_moved_out: "dict[int, weakref.ref[Memory]]" = {}
+
+
+class PrivateMapping:
+    """The mapping of one file. Ranges are half-open, in bytes of the file, and of whole pages.
+
+    Attributes:
+        address: The address of the first byte.
+        num_bytes: The length of the file, a multiple of the page size.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Maps the file; the caller may close the descriptor afterwards.
+
+        Raises:
+            OSError: The file cannot be mapped privately.
+        """
+        self.num_bytes = os.fstat(descriptor).st_size
+        self.address = _map(self.num_bytes, mmap.MAP_PRIVATE, descriptor)
+        # The daemon's later writes must not appear in a forked child: see `arena`.
+        _madvise(self.address, self.num_bytes, mmap.MADV_DONTFORK)
+
+    def view(self, begin: int, end: int) -> Memory:
+        """Returns the bytes [begin, end) as a writable array, uint8 [end - begin].
+
+        The array does not keep the mapping alive, and the range need not be of whole pages.
+
+        Raises:
+            ValueError: The range is not inside the file.
+        """
+        if not 0 <= begin <= end <= self.num_bytes:
+            raise ValueError(f"bytes [{begin}, {end}) of a file of {self.num_bytes}")
+        return np.asarray(_Memory(self.address + begin, end - begin))
+
+    def drop_private(self, begin: int, end: int) -> None:
+        """Drops this process's copies of the pages in a range: it shows the file again."""
+        _madvise(self.address + begin, end - begin, mmap.MADV_DONTNEED)
+        _madvise(self.address + begin, end - begin, mmap.MADV_DONTFORK)
+
+    def copy_for_child(self, begin: int, end: int) -> bool:
+        """Makes every page of a range this process's own copy, which a forked child inherits.
+
+        The kernel copies as if each page were written to, so no write of another thread is lost.
+        (Before Linux 5.14 one byte of each page is read and written back here: a write to that byte
+        by a thread outside the interpreter at that moment may be lost.)
+
+        Returns:
+            Whether there was memory for the copies; if not, the child does not inherit the range.
+        """
+        address, num_bytes = self.address + begin, end - begin
+        if _madvise(address, num_bytes, _MADV_POPULATE_WRITE):
+            if ctypes.get_errno() != errno.EINVAL:
+                return False
+            self.view(begin, end)[:: mmap.PAGESIZE] |= 0
+        return not _madvise(address, num_bytes, mmap.MADV_DOFORK)
+
+    def move_out(self, begin: int, end: int, memory: Memory) -> bool:
+        """Replaces a range by memory of this process, with the same bytes at the same address.
+
+        The kernel swaps the pages in one step, so threads that read the range are not disturbed.
+        The interpreter's lock is held, so no Python code writes to the range meanwhile. Writes of a
+        thread outside the interpreter at that moment may be lost.
+
+        Args:
+            begin: The first byte.
+            end: The byte behind the last one.
+            memory: The array over the range; it is unmapped when the array is gone.
+
+        Returns:
+            Whether there was memory for the copy; if not, the range still shows the file.
+        """
+        address, num_bytes = self.address + begin, end - begin
+        for each in [each for each, kept in list(_moved_out.items()) if kept() is None]:
+            _moved_out.pop(each, None)
+        _moved_out[address] = weakref.ref(memory, partial(_munmap_for, address, num_bytes))
+        try:
+            copy = _map(num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        except OSError:
+            return False
+        _memmove(copy, address, num_bytes)
+        if _mremap(copy, num_bytes, num_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == address:
+            return True
+        _munmap(copy, num_bytes)
+        return False
+
+    def unmap(self, begin: int, end: int) -> None:
+        """Unmaps a range; arrays over it must not be used any more."""
+        if end > begin:
+            _munmap(self.address + begin, end - begin)
+
+
+class _Memory:
+    """Memory at an address, in the form that `numpy.asarray` takes without a copy."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (num_bytes,),
+            "data": (address, False),
+        }
+
+
+def _map(num_bytes: int, flags: int, descriptor: int) -> int:
+    address: int | None = _mmap(
+        None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+    )
+    if address is None or address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return address
+
+
+_SCAN = 0xC0606610  # PAGEMAP_SCAN, of linux/fs.h, since Linux 6.7
+_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_Argument = ctypes.c_uint64 * 12
+
+_MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
+# CDLL gives up the interpreter's lock: to map all pages of an arena takes milliseconds.
+_populate = ctypes.CDLL(None).madvise
+_populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# PyDLL keeps the lock: a scan takes microseconds, and to get the lock back may take longer.
+_ioctl = ctypes.PyDLL(None).ioctl
+_ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
+
+
+class PrivatePages:
+    """The pages of one private mapping of a file."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        """Opens this process's page map.
+
+        Args:
+            address: The address of the mapping.
+            num_bytes: Its length.
+        """
+        self._address = address
+        self._num_bytes = num_bytes
+        self._found = (ctypes.c_uint64 * 3)()
+        self._pagemap = -1
+        with contextlib.suppress(OSError):
+            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Closes the page map."""
+        descriptor, self._pagemap = self._pagemap, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def map_pages(self) -> None:
+        """Maps every page in one call. The caller keeps the mapping alive.
+
+        A kernel without this call maps each page when it is first read.
+        """
+        _populate(self._address, self._num_bytes, _MADV_POPULATE_READ)
+
+    def may_be_written(self, offset_bytes: int, num_bytes: int) -> bool:
+        """Whether any page of a range is this process's own copy.
+
+        True as well if the kernel cannot tell.
+        """
+        if self._pagemap < 0:
+            return True
+        begin = self._address + offset_bytes
+        found = ctypes.addressof(self._found)
+        one_region, one_page = 1, 1
+        # masks (inverted, all of, any of, returned): present or swapped, and not the file's
+        wanted = (_IS_FILE, _IS_FILE, _IS_PRESENT | _IS_SWAPPED, 0)
+        size = ctypes.sizeof(_Argument)
+        argument = _Argument(
+            size, 0, begin, begin + num_bytes, 0, found, one_region, one_page, *wanted
+        )
+        num_regions: int = _ioctl(self._pagemap, _SCAN, ctypes.addressof(argument))
+        return num_regions != 0  # an older kernel, or a sandbox, says -1
+
+
+def check_memory(descriptor: int, num_bytes: int | None) -> None:
+    """Checks a memory file before it is mapped.
+
+    Args:
+        descriptor: The file's descriptor; it may be open for reading only.
+        num_bytes: The size that was announced; None for any size of whole pages.
+
+    Raises:
+        DaemonFault: It is no memory file, is not sealed against shrinking, or has another size.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise DaemonFault(
+            f"the daemon passed another kind of file as shared memory: {error.strerror}"
+        ) from None
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise DaemonFault(
+            "the daemon passed shared memory without a seal against shrinking: it could end "
+            "this process at any time"
+        )
+    found_bytes = os.fstat(descriptor).st_size
+    if found_bytes == 0 or found_bytes % mmap.PAGESIZE:
+        raise DaemonFault(
+            f"the daemon passed shared memory of {found_bytes} bytes, which are not whole pages"
+        )
+    if num_bytes is not None and found_bytes != num_bytes:
+        raise DaemonFault(
+            f"the daemon passed shared memory of {found_bytes} bytes and announced {num_bytes}"
+        )
+
 
 _log = logging.getLogger("gyre_client")
 
