@@ -1,7 +1,8 @@
 """Checks a daemon's answers, before they are used.
 
 A daemon may be broken, of another version, or not a daemon at all. Its numbers decide how much this
-process maps, allocates and waits for. No layout is read from memory, or allocated, that was not checked here.
+process maps, allocates and waits for. No layout is read from memory, or allocated, that was not
+checked here.
 """
 
 import math
