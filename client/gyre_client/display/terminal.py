@@ -11,7 +11,9 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, NoReturn, Protocol, Self
+
+from gyre_protos.text import printable
 
 from gyre_client.display.formatting import cut, duration, page_width, show_progress
 
@@ -97,6 +99,55 @@ _MIN_PAUSE_S = 0.1  # more often, a terminal would take longer than the work
 # The rate is that of the last seconds: steps done before the start of the work, such as shards
 # whose index was kept, do not tell how long the rest takes.
 _RATE_OVER_S = 10.0
+
+
+class Bar(Protocol):
+    """Shows how much of a task is done, until its `with` ends."""
+
+    def __enter__(self) -> Self:
+        """Shows nothing yet."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Removes the bar."""
+
+    def update(self, num_done: int, num_all: int, note: str = "") -> None:
+        """Shows how many of all are done, and a note on the last one."""
+
+
+def progress_bar(unit: str) -> Bar:
+    """Makes a bar of tqdm if it is installed, which notebooks draw, too; else one of Gyre.
+
+    Args:
+        unit: The counted things, in the plural.
+    """
+    try:
+        from tqdm.auto import tqdm  # noqa: PLC0415  # it is optional
+    except ImportError:
+        return ProgressBar(unit)
+    is_watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return TqdmBar(tqdm(unit=f" {unit}", leave=False, dynamic_ncols=True, disable=not is_watched))
+
+
+class TqdmBar:
+    """A bar that tqdm draws."""
+
+    def __init__(self, bar: Any) -> None:
+        """Takes over a bar of tqdm."""
+        self._bar = bar
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def update(self, num_done: int, num_all: int, note: str = "") -> None:
+        """See `Bar.update`."""
+        if self._bar.total != num_all:
+            self._bar.total = num_all
+        if note:
+            self._bar.set_postfix_str(cut(printable(note), _MAX_NOTE_COLUMNS), refresh=False)
+        self._bar.update(num_done - self._bar.n)
 
 
 class ProgressBar:

@@ -19,7 +19,7 @@ from gyre_client.batches.device import CudaTransfer, DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.display.formatting import is_watched
 from gyre_client.display.rates import measuring_line
-from gyre_client.display.terminal import ProgressBar
+from gyre_client.display.terminal import progress_bar
 from gyre_client.errors import CursorRejected, GyreError
 from gyre_client.loader.ranks import Agreement
 from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
@@ -87,7 +87,7 @@ class MeasuringWatch:
                 if not draws:
                     _log.warning("waiting until samples are measured: %s", self._last)
                     continue
-                bar = bar or shown.enter_context(ProgressBar("samples measured"))
+                bar = bar or shown.enter_context(progress_bar("samples measured"))
                 num_done, num_all = (
                     sum(s.num_done for s in states),
                     sum(s.num_samples for s in states),
