@@ -592,9 +592,17 @@ class ChunkIndex(SampleIndex):
         """See `SampleIndex.num_samples`."""
         return int(self._first[-1])
 
-    @cached_property
+    @property
     def fields(self) -> Sequence[FieldSpec]:
-        """See `SampleIndex.fields`; a field that some row lacks has one more, `NAME.present`."""
+        """See `SampleIndex.fields`; a field that some row lacks has one more, `NAME.present`.
+
+        A new list where chunks are stored: their fingerprints cover the fields, as of datasets
+        whose fields an operator has chosen, and states have such fingerprints.
+        """
+        return self._fields if self._is_decoded else list(self._fields)
+
+    @cached_property
+    def _fields(self) -> list[FieldSpec]:
         bits = [spec.name for spec in self._columns if spec not in self._stored]
         names = [*bits, *(self._columns[place].name + PRESENT_SUFFIX for place in self._optional)]
         kind = np.dtype(np.bool_)
