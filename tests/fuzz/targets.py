@@ -74,10 +74,12 @@ def index_meta(data: bytes) -> None:
     """The meta data and the numbers of an otherwise sound index."""
     meta, _, numbers = data.partition(b"\0")
     values = np.frombuffer(numbers[: len(numbers) // 8 * 8], "<i8")
-    parts = np.array_split(values, 8)
-    names = ("start", "size", "extension", "first", "array", "dim", "shape", "itemsize")
-    arrays: dict[str, Any] = dict(zip(names, parts, strict=True))
-    arrays["extension"] = arrays["extension"].astype(np.int32)
+    first = int(values[0]) if len(values) else 0
+    width, dims = first % 5, first // 5 % 5
+    rows = (len(values) - 1) // (2 * width + dims) if width + dims else 0
+    table = values[1 : 1 + rows * (2 * width + dims)].reshape(rows, 2 * width + dims)
+    parts = np.split(table, (width, 2 * width), axis=1)
+    arrays: dict[str, Any] = dict(zip(("start", "size", "shape"), parts, strict=True))
     arrays["meta"] = np.frombuffer(meta, np.uint8)
     _, stored = decode(encode("", arrays))
     try:

@@ -142,12 +142,12 @@ def test_any_members_are_grouped_as_the_library_groups_them(
         groups = [key for key, _ in itertools.groupby(key for key, _, _ in members)]
         assert len(set(groups)) < len(groups)
         return
-    assert len(meta["first"]) - 1 == len(expected)
-    assert np.diff(meta["first"]).tolist() == [len(sample) for sample in expected]
-    found = [
-        tar[start : start + size]
-        for start, size in zip(meta["start"].tolist(), meta["size"].tolist(), strict=True)
+    assert (meta["size"] >= 0).sum(axis=1).tolist() == [len(sample) for sample in expected]
+    places = [
+        sorted((start, size) for start, size in zip(starts, sizes, strict=True) if size >= 0)
+        for starts, sizes in zip(meta["start"].tolist(), meta["size"].tolist(), strict=True)
     ]
+    found = [tar[start : start + size] for its in places for start, size in its]
     assert found == [value for sample in expected for value in sample.values()]
 
 
@@ -222,8 +222,9 @@ def test_damage_is_noticed_or_is_in_the_data(positions: list[tuple[int, int]]) -
             found = WebdatasetFormat.inspection.run("a.tar", file)
         except CorruptSample:
             continue
-        assert found["size"].tolist() == [700] * 6
-        assert (np.diff(found["start"]) > 0).all()
+        has = found["size"] >= 0
+        assert found["size"][has].tolist() == [700] * 6
+        assert (np.diff(np.sort(found["start"][has])) > 0).all()
 
 
 @given(st.integers(0, len(GOOD) - 1))
@@ -238,7 +239,7 @@ def test_truncation_is_noticed(length: int) -> None:
             assert length < end_mark + 512
             continue
         assert length >= end_mark + 512
-        assert len(found["start"]) == 6
+        assert found["start"].size == 6
 
 
 @given(st.binary(max_size=2000))

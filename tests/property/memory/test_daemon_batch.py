@@ -221,14 +221,14 @@ def ragged_index(sizes: list[list[int]]) -> SampleIndex:
         "npy": {},
         "names": "",
         "kinds": [[[0, 1, 2], 0, 0, "a"]],
+        "arrays": {},
         "unsound": {},
     }
     scan: Arrays = {
         "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
-        "start": np.zeros(num_samples * 3, np.int64),
-        "size": table.ravel(),
-        "extension": np.tile(np.arange(3, dtype=np.int32), num_samples),
-        "first": np.arange(num_samples + 1) * 3,
+        "start": np.zeros((num_samples, 3), np.int64),
+        "size": table,
+        "shape": np.zeros((num_samples, 0), np.int64),
     }
     return WebdatasetFormat(WebdatasetOptions()).assemble([Shard("0.tar", 1 << 30, "")], [scan])
 

@@ -366,7 +366,7 @@ def test_an_index_that_points_outside_its_shard_is_refused(column: str, value: i
     dataset_format = shard_format("webdataset")
     scan = dict(WebdatasetFormat.inspection.run("0.tar", io.BytesIO(data)))
     scan[column] = scan[column].copy()
-    scan[column][2] = value
+    scan[column].flat[2] = value
     with pytest.raises(CorruptSample, match="its index points outside it"):
         dataset_format.assemble([Shard("0.tar", len(data), "")], [scan])
 

@@ -235,7 +235,7 @@ def _damage_is_a_value_error() -> Iterator[None]:
         raise ValueError("a member's size leads beyond the end of any file") from error
 
 
-SCAN_VERSION = "webdataset/4"
+SCAN_VERSION = "webdataset/5"
 
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -262,7 +262,7 @@ _CHECKS = {"text": check_text, "json": check_json}
 _MAX_CHECKED_BYTES = 1 << 20
 # Limits on one shard's index, its arrays excepted. A dataset has some ten extensions, and a sample
 # may lack some of them.
-MAX_EXTENSIONS, MAX_META_BYTES = 10_000, 4 << 20
+MAX_EXTENSIONS, MAX_META_BYTES = 1000, 4 << 20
 
 
 def codec_of(extension: str) -> CodecName:
@@ -272,25 +272,21 @@ def codec_of(extension: str) -> CodecName:
 
 def num_samples(scan: Arrays) -> int:
     """How many samples a scanned shard has."""
-    return len(scan["first"]) - 1
+    return len(scan["size"])
 
 
 def scan_tar(shard: str, file: BinaryIO) -> Arrays:
-    """The index of one shard of N samples, M members that belong to samples, and K npy arrays.
+    """The index of one shard of N samples, whose members have E extensions.
 
     Returns:
-        start, size: int64 [M], first byte and length of each member.
-        extension: int32 [M], its number in `extensions` of the meta data.
-        first: int64 [N + 1], the first member of each sample, and M.
-        array: int64 [K], which members are npy arrays.
-        dim: int64 [K + 1], where the shape of each array begins in `shape`.
-        shape: int64, the shapes of all arrays, one after the other.
-        itemsize: int64 [K], bytes of an element of each array.
+        start, size: int64 [N, E], first byte and length of each member; -1 as the size, and the
+            first byte of the sample, where a sample lacks it.
+        shape: int64 [N, D], the shapes of the npy arrays, those of one extension after the other.
         meta: JSON of `extensions`, their names; `npy`, the first header of each extension; `names`,
             a hash of all names; `kinds`, for every set of extensions that a sample has,
-            [extensions, first sample, offset, key]; `arrays`, for every combination that occurs,
-            [extension, type, dims, offset, key]; `unsound`, for every extension with a bad member,
-            its first [offset, reason].
+            [extensions, first sample, offset, key]; `arrays`, for every extension of arrays,
+            [type, dims, offset, key] of the first; `unsound`, for every extension with a bad
+            member, its first [offset, reason].
 
     Raises:
         CorruptSample: it is no sound archive; with shard and offset.
@@ -322,26 +318,26 @@ class _WrongSize(ValueError):
 
 @dataclass(slots=True)
 class _IndexBuilder:
-    """Collects the members of one shard; the attributes are the results of `scan_tar`."""
+    """Collects the members of one shard; see `scan_tar` for the results.
+
+    The lists of numbers of an extension end with the last sample that has it.
+    """
 
     shard: str
     extensions: dict[str, int] = field(default_factory=dict)
     headers: dict[str, Any] = field(default_factory=dict)
     kinds: dict[frozenset[int], list[Any]] = field(default_factory=dict)
-    arrays: dict[tuple[str, str, int], list[Any]] = field(default_factory=dict)
+    arrays: dict[str, list[Any]] = field(default_factory=dict)
     unsound: dict[str, list[Any]] = field(default_factory=dict)
     names: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
-    starts: "array[int]" = field(default_factory=_numbers)
-    sizes: "array[int]" = field(default_factory=_numbers)
-    members: "array[int]" = field(default_factory=_numbers)  # the extension of each
-    firsts: "array[int]" = field(default_factory=_numbers)
+    starts: "list[array[int]]" = field(default_factory=list)  # of each extension
+    sizes: "list[array[int]]" = field(default_factory=list)
+    shapes: "dict[str, array[int]]" = field(default_factory=dict)
+    begins: "array[int]" = field(default_factory=_numbers)  # the first byte of each sample
     keys: "array[int]" = field(default_factory=_numbers)  # the hash of that of each sample
-    arrays_at: "array[int]" = field(default_factory=_numbers)
-    dims: "array[int]" = field(default_factory=lambda: array("q", [0]))
-    shapes: "array[int]" = field(default_factory=_numbers)
-    itemsizes: "array[int]" = field(default_factory=_numbers)
     checked: set[str] = field(default_factory=set)  # extensions whose first member was read
     key: str | None = None  # of the current sample
+    kind: list[int] = field(default_factory=list)  # its extensions
 
     def add(self, member: tarfile.TarInfo, archive: TarReader) -> None:
         match = _NAME.fullmatch(member.name)
@@ -353,9 +349,9 @@ class _IndexBuilder:
             return
         if key != self.key:
             self._end_sample()
-            self.key = key
+            self.key, self.kind = key, []
             self.keys.append(hash(key))
-            self.firsts.append(len(self.starts))
+            self.begins.append(member.offset_data)
         number = self.extensions.setdefault(extension, len(self.extensions))
         if len(self.extensions) > MAX_EXTENSIONS:
             reason = (
@@ -363,13 +359,20 @@ class _IndexBuilder:
                 "follows the first dot of a name; write the keys of samples without dots"
             )
             raise corrupt(self.shard, member.offset, reason)
-        if number in self.members[self.firsts[-1] :]:
+        if number in self.kind:
             raise corrupt(self.shard, member.offset, f"sample `{key}` has two members .{extension}")
         self.names.update(f"{member.name}\n".encode(errors="surrogateescape"))
         self._check(member, extension, archive)
-        self.starts.append(member.offset_data)
-        self.sizes.append(member.size)
-        self.members.append(number)
+        self.kind.append(number)
+        if number == len(self.starts):
+            self.starts.append(_numbers())
+            self.sizes.append(_numbers())
+        starts, sizes = self.starts[number], self.sizes[number]
+        if num_lacking := len(self.begins) - 1 - len(starts):
+            starts.extend([-1] * num_lacking)
+            sizes.extend([-1] * num_lacking)
+        starts.append(member.offset_data)
+        sizes.append(member.size)
 
     def _check_kind(self, member: tarfile.TarInfo) -> None:
         """Refuse a member of a sample that is no file: it would be lost."""
@@ -388,33 +391,45 @@ class _IndexBuilder:
             reason = f"member {name} is {kind}, and no file; leave it out of the shard"
         raise corrupt(self.shard, member.offset, reason)
 
-    def _check_together(self) -> None:
+    def _check_together(self, size: Int64Array) -> None:
         """Refuse a sample whose members are apart: its parts would be samples."""
         keys = np.array(self.keys, np.int64)
         order = np.argsort(keys, kind="stable")
         same = np.flatnonzero(np.diff(keys[order]) == 0)
-        ends = [*self.firsts, len(self.starts)]
         pairs = np.stack((order[same + 1], order[same]), axis=1).tolist()
         for again, first in sorted(pairs):
-            parts = [set(self.members[ends[each] : ends[each + 1]]) for each in (first, again)]
-            if parts[0].isdisjoint(parts[1]):
+            parts = [np.flatnonzero(size[each] >= 0).tolist() for each in (first, again)]
+            if set(parts[0]).isdisjoint(parts[1]):
                 names = list(self.extensions)
-                here, there = (names[min(part)] for part in parts)
+                here, there = (names[part[0]] for part in parts)
                 reason = (
                     f"the members .{here} and .{there} of one sample are not adjacent, at byte "
-                    f"{self.starts[ends[first]]} and here; write the shard with `tar --sort=name`"
+                    f"{self.begins[first]} and here; write the shard with `tar --sort=name`"
                 )
-                raise corrupt(self.shard, self.starts[ends[again]], reason)
+                raise corrupt(self.shard, self.begins[again], reason)
 
     def finish(self) -> Arrays:
         self._end_sample()
-        self._check_together()
+        begins = np.array(self.begins, np.int64)
+        start = np.repeat(begins[:, None], len(self.extensions), axis=1)
+        size = np.full_like(start, -1)
+        for number, (starts, sizes) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            its = np.array(sizes, np.int64)
+            rows = np.flatnonzero(its >= 0)
+            start[rows, number] = np.array(starts, np.int64)[rows]
+            size[rows, number] = its[rows]
+        self._check_together(size)
+        tables = [np.empty((len(begins), 0), np.int64)]
+        for extension, (_, num_dims, *_) in self.arrays.items():
+            flat = self.shapes[extension]
+            flat.extend([0] * (len(begins) * num_dims - len(flat)))
+            tables.append(np.array(flat, np.int64).reshape(len(begins), num_dims))
         meta = {
             "extensions": list(self.extensions),
             "npy": self.headers,
             "names": self.names.hexdigest(),
             "kinds": [[sorted(extensions), *first] for extensions, first in self.kinds.items()],
-            "arrays": [[*kind, *first] for kind, first in self.arrays.items()],
+            "arrays": self.arrays,
             "unsound": self.unsound,
         }
         text = json.dumps(meta).encode()
@@ -426,23 +441,16 @@ class _IndexBuilder:
             raise corrupt(self.shard, 0, reason)
         return {
             "meta": np.frombuffer(text, np.uint8),
-            "start": np.array(self.starts, np.int64),
-            "size": np.array(self.sizes, np.int64),
-            "extension": np.array(self.members, np.int32),
-            "first": np.array([*self.firsts, len(self.starts)], np.int64),
-            "array": np.array(self.arrays_at, np.int64),
-            "dim": np.array(self.dims, np.int64),
-            "shape": np.array(self.shapes, np.int64),
-            "itemsize": np.array(self.itemsizes, np.int64),
+            "start": start,
+            "size": size,
+            "shape": np.concatenate(tables, axis=1),
         }
 
     def _end_sample(self) -> None:
         """Note which extensions the sample had, once all of its members are there."""
         if self.key is not None:
-            first = self.firsts[-1]
-            kind = frozenset(self.members[first:])
-            example = [len(self.firsts) - 1, self.starts[first], _printable(self.key)]
-            self.kinds.setdefault(kind, example)
+            example = [len(self.begins) - 1, self.begins[-1], _printable(self.key)]
+            self.kinds.setdefault(frozenset(self.kind), example)
 
     def _check(self, member: tarfile.TarInfo, extension: str, archive: TarReader) -> None:
         """Read a member as far as its codec demands, and note it if it cannot be served."""
@@ -468,13 +476,20 @@ class _IndexBuilder:
                 f"has {member.size} bytes, its header declares an array of shape "
                 f"{list(header.shape)}"
             )
+        dtype, num_dims = header.dtype.newbyteorder("<").str, len(header.shape)
         self.headers.setdefault(extension, {"dtype": header.dtype.str, "shape": list(header.shape)})
-        kind = extension, header.dtype.newbyteorder("<").str, len(header.shape)
-        self.arrays.setdefault(kind, [member.offset_data, _printable(self.key or "")])
-        self.arrays_at.append(len(self.starts))
-        self.shapes.extend(header.shape)
-        self.dims.append(len(self.shapes))
-        self.itemsizes.append(header.dtype.itemsize)
+        first = self.arrays.setdefault(
+            extension, [dtype, num_dims, member.offset_data, _printable(self.key or "")]
+        )
+        if first[:2] != [dtype, num_dims]:
+            raise ValueError(
+                f"it is an array of {num_dims} dims of type {dtype}, and that of sample "
+                f"`{first[3]}` is one of {first[1]} dims of type {first[0]}; a field's arrays must "
+                "have one type and one number of dims"
+            )
+        flat = self.shapes.setdefault(extension, _numbers())
+        flat.extend([0] * ((len(self.begins) - 1) * num_dims - len(flat)))
+        flat.extend(header.shape)
 
 
 def _is_gzip(file: BinaryIO) -> bool:
@@ -506,7 +521,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     npy: dict[str, _FirstHeader]
     names: str
     kinds: list[tuple[list[_Count], _Count, _Count, str]]
-    arrays: list[tuple[str, str, _Count, _Count, str]]
+    arrays: dict[str, tuple[str, _Count, _Count, str]]
     unsound: dict[str, tuple[_Count, str]]
 
 
@@ -520,29 +535,24 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
         ValueError: names the problem.
     """
     meta = _read_meta(scan)
-    start, size = array_of(scan, "start", np.int64), array_of(scan, "size", np.int64)
-    extension = array_of(scan, "extension", np.int32)
-    first = array_of(scan, "first", np.int64)
-    num_members = len(start)
-    _require(len(size) == len(extension) == num_members, "its members are not complete")
+    start, size, shape = (array_of(scan, name, np.int64, 2) for name in ("start", "size", "shape"))
     _require(
-        not ((size < 0) | (start < _BLOCK_BYTES) | (start > file_bytes - size)).any()
-        and not (start[1:] < start[:-1] + size[:-1]).any(),
-        "it points outside the shard, or twice to the same bytes",
+        start.shape == size.shape and start.shape[1] == len(meta.extensions),
+        "its members are not complete",
     )
+    _require(len(shape) == len(size), "its arrays are not complete")
+    has = size >= 0
+    _require((size >= -1).all() and has.any(axis=1).all(), "it has a sample without members")
     _require(
-        not ((extension < 0) | (extension >= len(meta.extensions))).any(),
-        "it has a member without extension",
+        not ((start < _BLOCK_BYTES) | (start > file_bytes - np.maximum(size, 0))).any(),
+        "it points outside the shard",
     )
-    _require(
-        len(first) > 0
-        and first[0] == 0
-        and first[-1] == num_members
-        and not (np.diff(first) < 1).any(),
-        "its samples do not divide its members",
-    )
-    _check_kinds(meta, extension, first)
-    _check_arrays(scan, meta, size, extension)
+    first = np.where(has, start, file_bytes).min(axis=1, initial=file_bytes)
+    _require(not (np.diff(first) <= 0).any(), "its samples are not in sequence")
+    order = np.argsort(start[has], kind="stable")
+    begins, ends = start[has][order], (start + size)[has][order]
+    _require(not (begins[1:] < ends[:-1]).any(), "it points twice to the same bytes")
+    _check_arrays(meta, size, shape)
 
 
 def _read_meta(scan: Arrays) -> _Meta:
@@ -560,88 +570,29 @@ def _read_meta(scan: Arrays) -> _Meta:
     return meta
 
 
-def _check_kinds(meta: _Meta, extension: Int64Array, first: Int64Array) -> None:
-    """Each sample has one of the sets of extensions, and none twice."""
-    known = {frozenset(kind[0]) for kind in meta.kinds}
+def _check_arrays(meta: _Meta, size: Int64Array, shape: Int64Array) -> None:
+    """Every sound extension of arrays has shapes, and each array fits into its member."""
+    names = [name for name in meta.extensions if codec_of(name) == "npy"]
+    _require(set(meta.arrays) <= set(names), "its arrays are none")
+    _require(set(names) <= set(meta.arrays) | set(meta.unsound), "its arrays are not complete")
+    num_dims = [array[1] for array in meta.arrays.values()]
     _require(
-        all(max(kind, default=0) < len(meta.extensions) for kind in known)
-        and all(kind[1] < len(first) - 1 for kind in meta.kinds),
-        "its sets of extensions are none",
-    )
-    lengths = np.diff(first)
-    # sorting rows takes most of the time to load the index of a small shard: mostly all are alike
-    are_alike = len(lengths) > 0 and (lengths == lengths[0]).all()
-    for length in lengths[:1].tolist() if are_alike else np.unique(lengths).tolist():
-        members = first[:-1][lengths == length][:, None] + np.arange(length)
-        rows = np.sort(extension[members], axis=1)
-        rows = rows[:1] if (rows == rows[:1]).all() else np.unique(rows, axis=0)
-        sets = {frozenset(row) for row in rows.tolist()}
-        _require(
-            sets <= known and all(len(each) == length for each in sets),
-            "its samples have other extensions than it says",
-        )
-
-
-def _check_arrays(scan: Arrays, meta: _Meta, size: Int64Array, extension: Int64Array) -> None:
-    """The shapes are those of all sound npy members, and each array fits into its member."""
-    array, dim, shape, itemsize = (
-        array_of(scan, name, np.int64) for name in ("array", "dim", "shape", "itemsize")
-    )
-    names = meta.extensions
-    if not (meta.arrays or any(codec_of(name) == "npy" for name in names)):
-        # most shards; the checks below take most of the time to load the index of a small one
-        _require(
-            dim.tolist() == [0] and not len(array) and not len(shape) and not len(itemsize),
-            "its arrays are not complete",
-        )
-        return
-    numbers = [number for number, name in enumerate(names) if codec_of(name) == "npy"]
-    sound = [number for number in numbers if names[number] not in meta.unsound]
-    expected = np.flatnonzero(np.isin(extension, sound))
-    found = array[np.isin(extension[array], sound)] if _is_inside(array, len(extension)) else None
-    _require(found is not None and np.array_equal(found, expected), "its arrays are not complete")
-    _require(len(itemsize) == len(array), "its arrays are not complete")
-    num_dims = np.diff(dim)
-    _require(
-        len(dim) == len(array) + 1
-        and dim[0] == 0
-        and dim[-1] == len(shape)
-        and not ((num_dims < 0) | (num_dims > MAX_DIMS)).any(),
+        all(count <= MAX_DIMS for count in num_dims) and sum(num_dims) == shape.shape[1],
         "its shapes do not divide into arrays",
     )
-    _require(
-        not ((shape < 0) | (shape > MAX_ARRAY_BYTES)).any()
-        and not ((itemsize < 1) | (itemsize > 16)).any(),
-        "its shapes are none",
-    )
-    _check_sizes(dim, shape, itemsize, size[array])
-    kinds = {(kind[0], _itemsize(kind[1]), kind[2]) for kind in meta.arrays}
-    rows = np.unique(np.stack((extension[array], itemsize, num_dims), axis=1), axis=0).tolist()
-    _require(
-        {(names[number], width, dims) for number, width, dims in rows} == kinds,
-        "its arrays are of other types than it says",
-    )
-
-
-def _check_sizes(
-    dim: Int64Array, shape: Int64Array, itemsize: Int64Array, size: Int64Array
-) -> None:
-    """Each array is smaller than its member."""
-    # in floats, as the product of forged sizes overflows
-    num_bytes = itemsize.astype(np.float64)
-    for which in range(int(np.diff(dim).max(initial=0))):
-        has = np.diff(dim) > which
-        num_bytes[has] *= shape[dim[:-1][has] + which]
-    _require(not (num_bytes > size).any(), "its arrays are larger than their members")
-
-
-def _is_inside(array: Int64Array, num_members: int) -> bool:
-    return not ((array < 0) | (array >= num_members)).any() and not (np.diff(array) < 1).any()
-
-
-def _itemsize(dtype: str) -> int:
-    _require(is_number_type(dtype), "it has an array of an unknown type")
-    return np.dtype(dtype).itemsize
+    _require(not ((shape < 0) | (shape > MAX_ARRAY_BYTES)).any(), "its shapes are none")
+    begin = 0
+    for name, (dtype, count, *_) in meta.arrays.items():
+        _require(is_number_type(dtype), "it has an array of an unknown type")
+        its = size[:, meta.extensions.index(name)]
+        # in floats, as the product of forged sizes overflows
+        num_bytes = shape[:, begin : begin + count].astype(np.float64).prod(axis=1)
+        is_larger = num_bytes * np.dtype(dtype).itemsize > its
+        _require(
+            name in meta.unsound or not is_larger[its >= 0].any(),
+            "its arrays are larger than their members",
+        )
+        begin += count
 
 
 def _require(holds: object, otherwise: str) -> None:

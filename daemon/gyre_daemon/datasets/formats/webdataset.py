@@ -95,7 +95,8 @@ class FieldLocations:
     Attributes:
         start: int64 [n], first byte; the sample's own first byte if it lacks the field.
         size: int64 [n], in bytes; 0 if the sample lacks the field.
-        member: int64 [n], which member of the shard holds it; -1 if the sample lacks the field.
+        member: int64 [n], the number of the extension of the member that has it; -1 if the sample
+            lacks the field.
     """
 
     start: Int64Array
@@ -142,7 +143,7 @@ def all_fields(shards: Sequence[TarShard], optional: Sequence[str]) -> tuple[Tar
         for extension in shard.meta["extensions"]:
             if not is_servable(extension):
                 reason = f"it has members .{ascii(extension)[1:-1]}: {_NAMES_ARE_TAKEN}"
-                raise corrupt(shard.name, int(shard.scan["start"][0]), reason)
+                raise corrupt(shard.name, int(shard.scan["start"][0].min()), reason)
             found[extension] = None
     names = dict.fromkeys([*found, *optional])
     return tuple(TarField(name, (name,), name in optional) for name in names)
@@ -190,15 +191,16 @@ def check_complete(shard: TarShard, field: TarField) -> None:
 def locate_field(shard: TarShard, field: TarField) -> FieldLocations:
     """The places of a field in the samples of a shard."""
     scan, extensions = shard.scan, shard.meta["extensions"]
-    sample = np.searchsorted(scan["first"], np.arange(len(scan["start"])), side="right") - 1
+    start = scan["start"].min(axis=1, initial=shard.shard.size_bytes)
+    size = np.zeros(shard.num_samples, np.int64)
     member = np.full(shard.num_samples, -1, np.int64)
     for extension in reversed(field.extensions):
         if extension in extensions:
-            its = np.flatnonzero(scan["extension"] == extensions.index(extension))
-            member[sample[its]] = its
-    source = np.where(member < 0, scan["first"][:-1], member)
-    size = np.where(member < 0, 0, scan["size"][source])
-    return FieldLocations(scan["start"][source], size, member)
+            number = extensions.index(extension)
+            its = np.flatnonzero(scan["size"][:, number] >= 0)
+            start[its], size[its] = scan["start"][its, number], scan["size"][its, number]
+            member[its] = number
+    return FieldLocations(start, size, member)
 
 
 def check_inside(shard: TarShard) -> None:
@@ -208,7 +210,7 @@ def check_inside(shard: TarShard) -> None:
         CorruptSample: it does not.
     """
     start, size = shard.scan["start"], shard.scan["size"]
-    if ((start < 0) | (size < 0) | (start > shard.shard.size_bytes - size)).any():
+    if ((start < 0) | (size < -1) | (start > shard.shard.size_bytes - size)).any():
         raise corrupt(shard.name, 0, "its index points outside it; remove the index")
 
 
@@ -269,9 +271,11 @@ def _common_type(field: TarField, shards: Sequence[TarShard]) -> tuple[np.dtype[
     """The little-endian type and the number of dims of all arrays."""
     first: tuple[str, int, str] | None = None
     for shard in shards:
-        for extension, dtype, num_dims, offset, key in shard.meta["arrays"]:
-            if extension not in field.extensions:
+        arrays = shard.meta["arrays"]
+        for extension in field.extensions:
+            if extension not in arrays:
                 continue
+            dtype, num_dims, offset, key = arrays[extension]
             if first is None:
                 first = dtype, num_dims, f"sample `{key}` of shard {shard.name}"
             if (dtype, num_dims) != first[:2]:
@@ -291,20 +295,13 @@ def _common_type(field: TarField, shards: Sequence[TarShard]) -> tuple[np.dtype[
 
 def _shapes(shard: TarShard, locations: FieldLocations, num_dims: int) -> Int64Array:
     """Int64 [n, dims], zeros for a sample without an array."""
-    scan, present = shard.scan, locations.member >= 0
-    member = locations.member[present]
-    row = np.searchsorted(scan["array"], member)
-    if (row >= len(scan["array"])).any() or (scan["array"][row] != member).any():
-        raise corrupt(shard.name, 0, "its index lacks the shapes of arrays; remove the index")
-    shapes = np.zeros((len(present), num_dims), np.int64)
-    shapes[present] = scan["shape"][scan["dim"][row][:, None] + np.arange(num_dims)]
-    # in floats, since a damaged index may have sizes whose product overflows
-    itemsize = scan["itemsize"][row[0]] if len(row) else 0
-    if (shapes < 0).any() or (
-        shapes.astype(np.float64).prod(axis=1) * itemsize > locations.size
-    ).any():
-        reason = "its index has shapes that its arrays cannot have; remove the index"
-        raise corrupt(shard.name, 0, reason)
+    shapes = np.zeros((shard.num_samples, num_dims), np.int64)
+    begin = 0
+    for extension, (_, count, *_) in shard.meta["arrays"].items():
+        if count == num_dims:
+            some = locations.member == shard.meta["extensions"].index(extension)
+            shapes[some] = shard.scan["shape"][some, begin : begin + count]
+        begin += count
     return shapes
 
 
@@ -440,7 +437,7 @@ def _lacking(
     for sample in np.flatnonzero((member[:, required] < 0).any(axis=1)).tolist():
         number = int(np.searchsorted(ends, sample, side="right"))
         shard, first = shards[number], int(ends[number]) - shards[number].num_samples
-        offset = int(shard.scan["start"][shard.scan["first"][sample - first]])
+        offset = int(shard.scan["start"][sample - first].min())
         lacks = next(each for each in required if member[sample, each] < 0)
         damaged.append(DamagedSample(number, sample, offset, reasons[lacks]))
     return damaged
