@@ -16,7 +16,7 @@ _Length = Annotated[int, Meta(ge=1, le=1 << 14)]
 # Containers that hold all of a video. Others, such as playlists, name files that would be opened.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg"
 # A frame further ahead is looked for from its key frame on. A shorter way would decode
-# frames twice where key frames are rare; a longer one, frames that are not needed.
+# frames twice where key frames are rare; a longer one, frames without use.
 _MAX_GAP_S = 2.0
 
 

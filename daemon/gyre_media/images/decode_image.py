@@ -223,7 +223,7 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
         ValueError: its pixels are no levels.
     """
     _check_levels(image)
-    if not image.mode.startswith("I"):  # a PPM that is "I" now was scaled to 16 bits
+    if not image.mode.startswith("I"):  # a PPM of mode "I" was scaled to 16 bits
         image.load()
         return image
     bits, is_inverted = 16, False

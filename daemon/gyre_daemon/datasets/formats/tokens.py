@@ -58,8 +58,7 @@ _LLM_C_BYTES = 1024
 _LLM_C_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 _LLM_C_MAGICS = {magic for magic, _ in _LLM_C_DTYPES}
 
-# The first bytes of files that are served as ids by mistake: so many that hardly any true ids begin
-# with them.
+# The first bytes of files served as ids by mistake. Hardly any true ids begin with them.
 _FOREIGN = {
     "a Parquet file": rb"PAR1",
     "an Arrow file": rb"ARROW1\0\0",

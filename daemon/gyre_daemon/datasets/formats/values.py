@@ -14,7 +14,7 @@ MAX_NUMBER_CHARS = 64
 # Text is decoded in pieces, so that other threads get their turns and no copy of it is made.
 _TEXT_BYTES = 1 << 20
 # One document holds the interpreter while it is parsed: 4 ms for this many values, and as long for
-# a document of this size that is skipped through. With a hundred times as much, no other
+# a document of this size whose values are skipped. With a hundred times as much, no other
 # thread of the daemon runs for half a second, and the values take a hundred times the memory.
 _MAX_JSON_VALUES, _MAX_JSON_BYTES = 20_000, 1 << 20
 _NOT_FINITE = ("NaN", "-Infinity", "Infinity")  # Python writes them, though JSON has none
