@@ -24,11 +24,11 @@ import secrets
 import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -157,28 +157,9 @@ def _digest(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-class SidecarPlace(Protocol):
-    """A place for one sidecar."""
-
-    def open(self) -> int:
-        """Open the sidecar for reading; the caller owns the descriptor.
-
-        Raises:
-            NotOurs: somebody wrote it whose word does not count.
-            OSError: there is none, or it cannot be read.
-        """
-
-    def write(self, data: bytes) -> None:
-        """Replace the sidecar, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written, or is one that must not be replaced.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class InFolder:
-    """A sidecar in a folder that belongs to the daemon's user or to root."""
+    """The place of a sidecar in a folder that belongs to the daemon's user or to root."""
 
     path: Path
 
@@ -187,19 +168,28 @@ class InFolder:
         return str(self.path)
 
     def open(self) -> int:
-        """See `SidecarPlace.open`."""
+        """Open the sidecar for reading; the caller owns the descriptor.
+
+        Raises:
+            NotOurs: somebody wrote it whose word does not count.
+            OSError: there is none, or it cannot be read.
+        """
         return open_ours(self.path, os.O_RDONLY)
 
     def write(self, data: bytes) -> None:
-        """See `SidecarPlace.write`; the folder is made if it is missing."""
+        """Replace the sidecar, whole or not at all; the folder is made if it is missing.
+
+        Raises:
+            OSError: it cannot be written, or is one that must not be replaced.
+        """
         make_folder(self.path.parent)
-        with closing(_Folder(os.open(self.path.parent, os.O_PATH | os.O_DIRECTORY))) as folder:
-            folder.write(self.path.name, data, 0o600)
+        folder = os.open(self.path.parent, os.O_PATH | os.O_DIRECTORY)
+        _write(folder, self.path.name, data, 0o600)
 
 
 @dataclass(frozen=True, slots=True)
 class BesideShard:
-    """A sidecar next to a local shard; it has the shard's permissions to read."""
+    """The place of a sidecar next to a local shard, with the shard's permissions to read."""
 
     file: LocalFile
     shard: LocalFile
@@ -209,7 +199,7 @@ class BesideShard:
         return str(self.file)
 
     def open(self) -> int:
-        """See `SidecarPlace.open`."""
+        """See `InFolder.open`."""
         descriptor = self.file.open()
         try:
             found = os.fstat(descriptor)
@@ -226,37 +216,34 @@ class BesideShard:
         return descriptor
 
     def write(self, data: bytes) -> None:
-        """See `SidecarPlace.write`; one that does not count stays."""
+        """See `InFolder.write`; one that does not count stays."""
         with suppress(FileNotFoundError):
             os.close(self.open())
         mode = 0o600 | self.shard.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
-        with closing(_Folder(self.file.open_folder())) as folder:
-            folder.write(self.file.path.name, data, mode)
+        _write(self.file.open_folder(), self.file.path.name, data, mode)
 
 
-class _Folder:
-    """An open folder, in which files appear whole or not at all."""
+SidecarPlace = InFolder | BesideShard
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
 
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def write(self, name: str, data: bytes, mode: int) -> None:
-        unfinished = f"{name}.{secrets.token_hex(8)}.tmp"
-        file = open_ours(Path(unfinished), _NEW, dir_fd=self._descriptor)
+def _write(folder: int, name: str, data: bytes, mode: int) -> None:
+    """Write a file that appears whole or not at all, and close its open folder."""
+    unfinished = f"{name}.{secrets.token_hex(8)}.tmp"
+    try:
+        file = open_ours(Path(unfinished), _NEW, dir_fd=folder)
         try:
             with os.fdopen(file, "wb") as writer:
                 writer.write(data)
                 writer.flush()
                 os.fchmod(file, mode)
                 os.fsync(file)
-            os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError:
             with suppress(FileNotFoundError):
-                os.unlink(unfinished, dir_fd=self._descriptor)
+                os.unlink(unfinished, dir_fd=folder)
             raise
+    finally:
+        os.close(folder)
 
 
 @dataclass(frozen=True, slots=True)
