@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
-from gyre_daemon.order.quality import ShuffleQuality, average, batch_quality
+from gyre_daemon.order.planner import ShuffleQuality, average, batch_quality
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from torch.utils.data import default_collate
 from webdataset.filters import _shuffle as buffered

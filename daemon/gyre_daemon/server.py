@@ -56,7 +56,7 @@ from gyre_daemon.service import (
     server_credentials,
 )
 from gyre_daemon.service.guard import Callers
-from gyre_daemon.sessions.reservations import Reservations
+from gyre_daemon.sessions.request import Reservations
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable, take_census
 from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache

@@ -32,8 +32,7 @@ from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.planner import Order
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.service.loader import batches as batches_of
-from gyre_daemon.sessions.request import Reader, SessionRequest
-from gyre_daemon.sessions.reservations import Reservations
+from gyre_daemon.sessions.request import Reader, Reservations, SessionRequest
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from gyre_client import Loader
-from gyre_daemon.order.quality import batch_quality
+from gyre_daemon.order.planner import batch_quality
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.loader.mosaic import is_installed, streaming

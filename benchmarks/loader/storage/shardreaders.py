@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gyre_daemon.order.quality import batch_quality
+from gyre_daemon.order.planner import batch_quality
 
 from benchmarks.loader.data import SEQUENCE_LENGTH
 from benchmarks.loader.libraries import PREFETCHED_BATCHES, WDS_BUFFER

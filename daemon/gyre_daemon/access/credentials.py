@@ -28,8 +28,9 @@ from pathlib import Path
 
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.errors import ConfigError, NotAuthenticated, Overloaded
-from gyre_daemon.runtime.events import Bucket, log_event
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.ownership import CertificateFiles, FileStamp, read_file, stamp_of
+from gyre_daemon.runtime.threads import Bucket
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18

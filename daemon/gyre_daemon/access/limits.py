@@ -12,7 +12,7 @@ from gyre_protos.text import counted
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import LimitsConfig, UserLimits
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.runtime.events import Bucket
+from gyre_daemon.runtime.threads import Bucket
 
 # A user that was silent may make the requests of this many seconds at once: the ranks of a
 # job begin together. With more, a burst keeps the event loop busy for longer.

@@ -44,7 +44,7 @@ from gyre_daemon.monitoring.metrics import Metrics, StorageShare
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.sessions import stream_state
-from gyre_daemon.sessions.reservations import Reservations
+from gyre_daemon.sessions.request import Reservations
 from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState
 from gyre_daemon.storage.delays import Delays
 

@@ -18,8 +18,7 @@ from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, Leas
 from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.metrics import OTHERS, JobKey, SessionGauges, SessionTotals
 from gyre_daemon.order.mixture import planner_for
-from gyre_daemon.order.planner import BatchPlanner
-from gyre_daemon.order.quality import ShuffleQuality, average, expected_quality
+from gyre_daemon.order.planner import BatchPlanner, ShuffleQuality, average, expected_quality
 from gyre_daemon.order.steps import in_words
 from gyre_daemon.runtime.events import audit_event, debug_event
 from gyre_daemon.runtime.limits import check_descriptors

@@ -12,12 +12,12 @@ from gyre_daemon.transforms.messages import Step
 GROUP = "gyre.transforms"
 _HERE = "gyre_daemon.transforms"
 BUILT_IN: Mapping[str, str] = {
-    "cache": f"{_HERE}.cache:Cache",
-    "copy": f"{_HERE}.fields:Copy",
-    "drop": f"{_HERE}.fields:Drop",
-    "cast": f"{_HERE}.cast:Cast",
-    "crop_or_pad": f"{_HERE}.sequences:CropOrPad",
-    "truncate": f"{_HERE}.sequences:Truncate",
+    "cache": f"{_HERE}.built_in:Cache",
+    "copy": f"{_HERE}.built_in:Copy",
+    "drop": f"{_HERE}.built_in:Drop",
+    "cast": f"{_HERE}.built_in:Cast",
+    "crop_or_pad": f"{_HERE}.built_in:CropOrPad",
+    "truncate": f"{_HERE}.built_in:Truncate",
     "tokenize": f"{_HERE}.text.tokens:Tokenize",
     "chat": f"{_HERE}.text.chat:Chat",
     "python": f"{_HERE}.function:PythonFunction",

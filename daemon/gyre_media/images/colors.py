@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import cv2
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.transforms.cast import Floating
+from gyre_daemon.transforms.built_in import Floating
 from gyre_daemon.transforms.messages import dtype_of
 from gyre_daemon.transforms.transform import Field, Sample
 from msgspec import Meta

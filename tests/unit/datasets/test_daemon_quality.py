@@ -5,8 +5,15 @@ import random
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode
-from gyre_daemon.order.quality import ShuffleQuality, average, batch_quality, expected_quality
+from gyre_daemon.order.planner import (
+    BatchPlanner,
+    Order,
+    OrderMode,
+    ShuffleQuality,
+    average,
+    batch_quality,
+    expected_quality,
+)
 from gyre_daemon.order.shuffle.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.order.shuffle.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
 
