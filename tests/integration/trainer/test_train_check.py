@@ -50,7 +50,7 @@ def poisoned_without_waiting(case: str) -> dict[str, float]:
     """As row 4, by a ring that does not wait for its hops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Hop, "wait", lambda hop: None)
-        return programs.poisoned([case], "arrivals", "cpu")
+        return programs.ranks_against_one([case], ("block",), "cpu", True, "arrivals")
 
 
 def test_a_read_that_does_not_wait_for_its_hop_is_found() -> None:
@@ -60,7 +60,7 @@ def test_a_read_that_does_not_wait_for_its_hop_is_found() -> None:
     except report.ProgramFailed:
         return
     for of_rank in found:
-        assert of_rank == {"gathered on use": float("inf")}
+        assert of_rank == {"gathered on use, block": float("inf")}
 
 
 def test_a_distance_above_the_bound_fails_its_row() -> None:

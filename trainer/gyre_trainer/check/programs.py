@@ -31,7 +31,7 @@ from gyre_trainer.layers.mlp import GatedMLP
 from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
 from gyre_trainer.rotation.rule import Recompute
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.gpt import GPT, GPTConfig
 from gyre_trainer.training.lora import Lora, adapt
@@ -267,12 +267,20 @@ def device_against_cpu(cases: Sequence[str], device_type: str) -> dict[str, floa
 
 
 def ranks_against_one(
-    cases: Sequence[str], recompute: Sequence[Recompute], device_type: str, staged: bool
+    cases: Sequence[str],
+    recompute: Sequence[Recompute],
+    device_type: str,
+    staged: bool,
+    late: str = "",
 ) -> dict[str, float]:
-    """The distance of each case on all ranks from one process, by case and recomputation."""
+    """The distance of each case on all ranks from one process, by case and recomputation.
+
+    With ``late`` "arrivals" or "computations", these are delayed, and buffers are NaN whenever they
+    have no value.
+    """
     device = torch.device(device_type)
     found = {}
-    with hops_by(staged=staged, device=device):
+    with hops_by(staged=staged or bool(late), device=device, late=late):
         for case in cases:
             alone = _trained(_adapted(_built(case, device)), lambda tokens: tokens, device)
             for mode in recompute:
@@ -307,18 +315,6 @@ def rounding(device_type: str, staged: bool) -> dict[str, float]:
         grad = _part(_grad(x)) * dist.get_world_size()
         found["input's gradient"] = _distance({"": _grad(mine)}, {"": grad})
         found["weights' gradients"] = _distance(_grads(module), _grads(exact))
-    return found
-
-
-def poisoned(cases: Sequence[str], late: str, device_type: str) -> dict[str, float]:
-    """As `ranks_against_one`, where buffers are NaN whenever they have no value."""
-    device = torch.device(device_type)
-    found = {}
-    with hops_by(staged=True, device=device, late=late, poison=True):
-        for case in cases:
-            alone = _trained(_adapted(_built(case, device)), lambda tokens: tokens, device)
-            model = _rotated(case, device, RotationPolicy(recompute="block"))
-            found[case] = _distance(_trained(model, _part, device), alone)
     return found
 
 
@@ -370,11 +366,8 @@ class StagedTransport:
 
     moves = True
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, late: str, *, poison: bool
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, late: str) -> None:
         self._group = group
-        self._poison = poison
         self._late = late
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "gyre check hops")
@@ -384,7 +377,7 @@ class StagedTransport:
         if self._late == "computations":
             _delay(None)
         for leg in legs:
-            if self._poison and leg.arrives and leg.tensor.is_floating_point():
+            if self._late and leg.arrives and leg.tensor.is_floating_point():
                 leg.tensor.fill_(torch.nan)
         hosts = [
             torch.empty(leg.tensor.shape, dtype=leg.tensor.dtype, pin_memory=self._side is not None)
@@ -467,15 +460,13 @@ class _PoisonedPool(BufferPool):
 
 
 @contextmanager
-def hops_by(
-    *, staged: bool, device: torch.device, late: str = "", poison: bool = False
-) -> Iterator[None]:
+def hops_by(*, staged: bool, device: torch.device, late: str = "") -> Iterator[None]:
     """A context in which hops of the ring of all ranks are staged, if they are to be."""
     ring = ring_of(make_mesh(device.type))
     before = ring.transport, ring.pool
     if staged:
-        ring.transport = StagedTransport(ring.group, device, late, poison=poison)
-    if poison:
+        ring.transport = StagedTransport(ring.group, device, late)
+    if late:
         ring.pool = _PoisonedPool()
     try:
         yield
@@ -531,10 +522,7 @@ def step_config(num_ranks: int, recompute: Recompute = "block") -> TrainConfig:
 
 def _examples(config: TrainConfig, device: torch.device) -> Examples:
     num_rows = config.data.batch_size // dist.get_world_size()
-    length = config.data.sequence_length + 1
-    vocab_size = config.model.vocab_size
-    rows = torch.arange(num_rows * length).view(num_rows, length) % vocab_size
-    return Examples(rows[:, :-1].to(device), rows[:, 1:].to(device), None)
+    return stand_in(config, num_rows, seed=0).to(device)
 
 
 def step_figures(device_type: str, staged: bool) -> dict[str, float]:

@@ -283,8 +283,8 @@ def _sums(check: Checker, row: Row) -> None:
         row.require(many[name] <= most, f"{name}: the error grows with the number of ranks")
     cases = check.cases[:1] if check.quick else check.cases
     for late in ("arrivals", "computations"):
-        ranks = check.run(3, programs.poisoned, cases, late, check.device_type)
-        found = _worst(ranks)
+        args = cases, ("block",), check.device_type, True, late
+        found = _worst(check.run(3, programs.ranks_against_one, *args))
         row.figures[f"poison, late {late}"] = max(found.values())
         for name, distance in found.items():
             row.require(distance <= programs.EXACT, f"{name}, late {late}: {distance:.1e}")
