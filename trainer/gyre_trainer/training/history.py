@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -231,30 +231,6 @@ def _drop_torn_line(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalStep:
-    """One step of the whole job.
-
-    Attributes:
-        loss: the mean over all targets, in nats.
-        num_targets: targets of all ranks.
-        elapsed_s: seconds since the end of the previous step, on rank 0.
-        data_wait_s: seconds that the slowest rank waited for its batch.
-        sample_ids: ids of the global batch, in the order of their positions, padding included.
-        epoch: the epoch in which the step begins.
-        ranks: float64 [W, 4]: of each rank, the seconds of the step, those of its wait for data and
-            of its waits for hops, and the bytes of its peak memory.
-    """
-
-    loss: float
-    num_targets: int
-    elapsed_s: float
-    data_wait_s: float
-    sample_ids: npt.NDArray[np.int64]
-    epoch: int
-    ranks: npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
 class StepTimes:
     """How long one step took on one rank, and how much of that it waited for its batch and hops."""
 
@@ -271,6 +247,9 @@ class StepStats:
         self._figures: list[list[float]] = []
         self._ids: list[Tensor] = []
         self._epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._epochs)
 
     def add(
         self,
@@ -295,11 +274,19 @@ class StepStats:
         self._figures.append([num_targets, times.elapsed_s, times.data_wait_s, times.hop_wait_s])
         self._ids.append(batch["sample_id"].long())
 
-    def gather(self, memory_bytes: int) -> list[GlobalStep]:
+    def gather(
+        self, first_step: int, rate: Callable[[int], float], memory_bytes: int
+    ) -> tuple[list[StepRecord], npt.NDArray[np.float64]]:
         """All ranks' figures, step by step; collective. Afterwards none are left here.
 
         Args:
+            first_step: the number of the first of these steps.
+            rate: takes a step, and returns its learning rate.
             memory_bytes: the peak of this rank.
+
+        Returns:
+            Of each step its record; and float64 [W, 4], of each rank the means of the seconds of a
+            step, of its wait for data and of its waits for hops, and the bytes of its peak memory.
         """
         losses = _all_gather(torch.stack(self._losses).cpu())
         mine = [[*figures, memory_bytes] for figures in self._figures]
@@ -307,10 +294,21 @@ class StepStats:
         ids = _all_gather(torch.stack(self._ids).cpu())
         epochs = self._epochs
         self._losses, self._figures, self._ids, self._epochs = [], [], [], []
-        return [
-            _combine(losses[:, step], figures[:, step], ids[:, step], epoch)
-            for step, epoch in enumerate(epochs)
+        counts, elapsed_s, waits_s = figures[:, :, 0], figures[0, :, 1], figures[:, :, 2]
+        records = [
+            StepRecord(
+                step=first_step + i,
+                epoch=epoch,
+                loss=float(losses[:, i].sum() / counts[:, i].sum().clamp(min=1)),
+                lr=rate(first_step + i),
+                num_targets=int(counts[:, i].sum()),
+                elapsed_s=round(float(elapsed_s[i]), 6),
+                data_wait_s=round(float(waits_s[:, i].max()), 6),
+                sample_ids=digest(ids[:, i].flatten().tolist()),
+            )
+            for i, epoch in enumerate(epochs)
         ]
+        return records, figures[:, :, 1:].mean(1).numpy()
 
 
 def _all_gather(mine: Tensor) -> Tensor:
@@ -318,17 +316,3 @@ def _all_gather(mine: Tensor) -> Tensor:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return torch.stack(everyone)
-
-
-def _combine(losses: Tensor, figures: Tensor, ids: Tensor, epoch: int) -> GlobalStep:
-    """One step from losses [W], figures [W, 5] and sample ids [W, B]."""
-    counts, elapsed, waits, *_ = figures.unbind(1)
-    return GlobalStep(
-        loss=float(losses.sum() / counts.sum().clamp(min=1)),
-        num_targets=int(counts.sum()),
-        elapsed_s=float(elapsed[0]),
-        data_wait_s=float(waits.max()),
-        sample_ids=ids.numpy().reshape(-1),
-        epoch=epoch,
-        ranks=figures[:, 1:].numpy(),
-    )

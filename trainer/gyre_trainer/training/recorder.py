@@ -21,16 +21,14 @@ from gyre_protos.text import counted
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training import boards
-from gyre_trainer.training.config import TrainConfig, learning_rate
+from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.config_file import require_regular
 from gyre_trainer.training.history import (
     Entry,
     Evaluation,
-    GlobalStep,
     History,
     StepRecord,
     committed,
-    digest,
     evaluations,
     resumes,
 )
@@ -162,26 +160,26 @@ class RunRecorder:
     def _status_path(self) -> Path:
         return self._out / "status.json"
 
-    def add(self, first_step: int, steps: Sequence[GlobalStep], cursor: bytes) -> None:
-        """Record the steps from ``first_step`` on, and show one line about them.
+    def add(
+        self, records: Sequence[StepRecord], ranks: npt.NDArray[np.float64], cursor: bytes
+    ) -> None:
+        """Record steps, and show one line about them.
 
         Args:
-            first_step: the number of the first one.
-            steps: at least one.
+            records: at least one.
+            ranks: as `StepStats.gather` gives them.
             cursor: of the data behind the last one.
         """
-        records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
         self._put(records)
         with self._writing():
-            write_status(self._status(records, steps, cursor), self._status_path)
+            write_status(self._status(records, ranks, cursor), self._status_path)
         self._progress.show(records)
 
     def _status(
-        self, records: Sequence[StepRecord], steps: Sequence[GlobalStep], cursor: bytes
+        self, records: Sequence[StepRecord], ranks: npt.NDArray[np.float64], cursor: bytes
     ) -> dict[str, Any]:
         """The present state of the run: means of these steps, and of each rank."""
         elapsed_s = max(sum(record.elapsed_s for record in records), 1e-9)
-        ranks = np.mean([step.ranks for step in steps], axis=0)
         return {
             "step": records[-1].step + 1,
             "steps": self._config.run.steps,
@@ -262,18 +260,6 @@ class RunRecorder:
                 f"the records of the run cannot be written: {where}: {error.strerror or error}. "
                 "Make room, or correct its permissions, and continue with --resume-if-any."
             ) from error
-
-    def _record(self, step: int, seen: GlobalStep) -> StepRecord:
-        return StepRecord(
-            step=step,
-            epoch=seen.epoch,
-            loss=seen.loss,
-            lr=learning_rate(step, self._config.run.steps, self._config.optimizer),
-            num_targets=seen.num_targets,
-            elapsed_s=round(seen.elapsed_s, 6),
-            data_wait_s=round(seen.data_wait_s, 6),
-            sample_ids=digest(seen.sample_ids.tolist()),
-        )
 
     def _report(
         self,

@@ -19,7 +19,7 @@ from gyre_trainer.errors import CheckpointRejected, ConfigError, Diverged
 from gyre_trainer.layers.linear import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import collator_of, stand_in
-from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.config import TrainConfig, learning_rate
 from gyre_trainer.training.evaluation import loss_on_first
 from gyre_trainer.training.history import StepStats, StepTimes
 from gyre_trainer.training.rank_context import (
@@ -170,16 +170,20 @@ class Training:
 
     def _record(self) -> None:
         with collective("the records of the last steps"):
-            steps = self._stats.gather(peak_memory_bytes(self._context.device))
-        first_step = self.step - len(steps)
+            records, ranks = self._stats.gather(
+                self.step - len(self._stats), self._rate, peak_memory_bytes(self._context.device)
+            )
         if self._recorder:
-            self._recorder.add(first_step, steps, self._loader.state_dict()["cursor"])
-        for step, seen in enumerate(steps, first_step):
-            if not math.isfinite(seen.loss):
+            self._recorder.add(records, ranks, self._loader.state_dict()["cursor"])
+        for record in records:
+            if not math.isfinite(record.loss):
                 raise Diverged(
-                    f"the loss is {seen.loss} at step {step}; "
+                    f"the loss is {record.loss} at step {record.step}; "
                     "resume from a checkpoint with a lower `optimizer.lr`"
                 )
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(step, self._config.run.steps, self._config.optimizer)
 
     def _evaluate(self) -> None:
         """Record the mean loss on the first batches of the evaluation's order."""
