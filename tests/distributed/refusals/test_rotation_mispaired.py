@@ -7,6 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RingError, RotationError
 from gyre_trainer.rotate import ReadRule, rotate_all
 from torch import Tensor, nn
@@ -102,6 +104,17 @@ def test_ranks_that_call_different_modules_are_told_which(
         assert any(other in message for other in others), message
         assert "weights" in message or "gradients" in message
     assert len({message.partition(": ")[2].partition(": ")[2] for message in told}) == 1
+
+
+def hops_of_few_rows() -> int:
+    layer, mesh = nn.Linear(4, 2), make_mesh("cpu")  # two of four ranks have no row
+    rotate_all(layer, mesh=mesh, sync_from=0, min_numel=0)
+    layer(torch.ones(2, 4)).sum().backward()
+    return ring_of(mesh).hang_diagnosis._hop.now[0]
+
+
+def test_ranks_count_hops_alike_where_slices_are_empty(ranks: StartRanks) -> None:
+    assert len(set(ranks(4).run(hops_of_few_rows))) == 1
 
 
 def evaluated_on_the_first_rank() -> str:

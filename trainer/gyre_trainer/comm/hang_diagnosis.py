@@ -224,6 +224,11 @@ class HangDiagnosis:
         self._progress.waiting_for = ""
         self._progress.num_waits_done += 1
 
+    def pass_hop(self, identity: int) -> None:
+        """Count a hop of a module in which this rank sends and receives nothing."""
+        if identity:
+            self._hop.now = self._hop.now[0] + 1, 0
+
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
         """A context for a collective of the group.

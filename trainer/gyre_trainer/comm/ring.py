@@ -301,6 +301,7 @@ class Hop:
         self._frames = frames
         self._source = source
         self._failed: RingError | RotationError | None = None
+        self._is_over = False
         if works:
             ring.in_flight[self] = None
 
@@ -314,9 +315,12 @@ class Hop:
         """
         if self._failed is not None:
             raise self._failed
-        if not self._works:
+        if self._is_over:
             return
-        diagnosis = self._ring.hang_diagnosis
+        self._is_over, diagnosis = True, self._ring.hang_diagnosis
+        if not self._works:  # both slices are empty, and ranks count hops alike
+            diagnosis.pass_hop(self.identity)
+            return
         what = " and ".join(what for _, what in self._works)
         began_s = time.perf_counter()
         with diagnosis.waiting(what, self.identity):
