@@ -1,6 +1,7 @@
 """Folders that other libraries wrote: read as their own files say, or refused by name."""
 
 import json
+import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -231,6 +232,7 @@ def test_chunks_of_litdata_are_no_token_ids(place: Place) -> None:
         (litdata_chunk([b"abcd"] * 3), "a chunk of LitData"),
         (litdata_chunk([b"abcd"] * 3000), "a chunk of LitData"),
         (b"LITPKDS" + bytes(17), "a chunk of lit-gpt"),
+        (struct.pack("<HHIQQ", 2, 3, 8 << 20, 50_000, 24 << 20) + bytes(40), "a dataset of ffcv"),
         (b"\x02\0\0\0\x20\0\0\0\x28\0\0\0\x30\0\0\0" + b"{" + bytes(31), "a shard of MDS"),
     ],
 )

@@ -71,6 +71,11 @@ _FOREIGN = {
     "a tar archive": rb".{257}ustar",
     "a pickle": rb"\x80[\x04\x05]\x95.{4}\0|\x80[\x02\x03][c\]\x8a].{2}",
     "a model": rb"GGUF|.{4}\0{4}\{\"[\w.]" + rb"|" + re.escape(struct.pack("<i", 20240326)),
+    # version 2, fields, a page of 2 MiB to 2 GiB, less than 2^40 samples, a table below 2^48
+    "a dataset of ffcv": rb"\x02\0[\x01-\x40]\0\0\0"
+    rb"([\x20\x40\x80]\0|\0[\x01\x02\x04\x08\x10\x20\x40\x80])"
+    rb".{5}\0{3}.{6}\0\0",
+    "a chunk of lit-gpt": rb"LITPKDS",
     "the index of a Megatron dataset": rb"MMIDIDX\0\0|TNTIDX\0\0",
 }
 # 32 random ids of 16 bits are all printable in one file of 10^17.
@@ -107,10 +112,10 @@ def read_head(shard: Shard, head: bytes) -> TokenHeader:
     magic, version, num_tokens = struct.unpack_from("<iii", head.ljust(12, b"\0"))
     if magic in _LLM_C_MAGICS and 0 < version < 256:
         return _read_llm_c(shard, magic, version, num_tokens)
-    for what, signature in _FOREIGN.items():
-        if re.match(signature, head, re.DOTALL):
-            advice = "name its format, or write its ids as a flat file or with numpy.save"
-            raise not_ids(shard, f"it looks like {what}; {advice}; {HEADER_BYTES_HINT}")
+    signs = (what for what, signature in _FOREIGN.items() if re.match(signature, head, re.DOTALL))
+    if what := next(signs, "") or _offsets_of(shard, head):
+        advice = "name its format, or write its ids as a flat file or with numpy.save"
+        raise not_ids(shard, f"it looks like {what}; {advice}; {HEADER_BYTES_HINT}")
     hints = (
         (_looks_wider(head, "<u2") and WIDER_THAN_2)
         | (_looks_wider(head, "<u4") and WIDER_THAN_4)
@@ -132,6 +137,22 @@ def not_whole(shard: Shard, reason: str) -> CorruptSample:
         f"shard {shard.name} is not whole: {reason}; restore it",
         {"shard": shard.name, "reason": reason},
     )
+
+
+def _offsets_of(shard: Shard, head: bytes) -> str:
+    """The table of offsets that a file begins with, in words: a count, then uint32; else empty."""
+    values = np.frombuffer(head, "<u4", len(head) // 4).astype(np.int64)
+    count = int(values[0]) if len(values) else 0
+    offsets = values[1 : count + 2]
+    first = 4 * (count + 2)
+    is_table = len(offsets) > 1 and (np.diff(offsets) >= 0).all() and first <= offsets[0]
+    if not is_table or offsets[-1] > shard.size_bytes:
+        return ""
+    if len(offsets) == count + 1 and offsets[-1] != shard.size_bytes:
+        return ""
+    if offsets[0] == first:
+        return "a chunk of LitData"
+    return "a shard of MDS" if head[first : first + 1] == b"{" else ""
 
 
 def _read_npy(shard: Shard, head: bytes) -> TokenHeader:
