@@ -276,6 +276,7 @@ class EmbeddingRule(RowsRule):
     padding_idx: int | None = None
 
     recompute_pays: ClassVar[bool] = False
+    divisible: ClassVar[bool] = True  # its slices do not travel, so they set no size of buffers
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The weight, along the vocabulary."""
