@@ -607,7 +607,7 @@ def expected_quality(planner: BatchPlanner) -> ShuffleQuality:
     A batch of one sample has nothing to shuffle, so at least two successive positions are taken. A
     dataset of one sample has the quality 1.
     """
-    num_samples = planner.num_samples
+    num_samples = planner.stages.num_samples(0)
     size = max(planner.order.global_batch_size, 2)
     num_taken = min(size, _MAX_BATCH_SAMPLES, num_samples)
     if num_taken < 2:
