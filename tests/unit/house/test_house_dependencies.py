@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TABLES = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, GROUPS = TABLES["project"], TABLES["dependency-groups"]
 OURS = {"gyre_daemon", "gyre_media", "gyre_client", "gyre_trainer", "gyre_protos", "gyre_common"}
-# Whose interfaces `gyre_client.integrations` has: a user brings them.
+# Whose interfaces `gyre_client.integrations` has, or that `gyre bench` measures: a user brings them.
 TRAINERS = {
     "datasets",
     "lightning",
@@ -25,6 +25,7 @@ TRAINERS = {
     "torchtitan",
     "tqdm",
     "trl",
+    "webdataset",
 }
 OF_IMPORT = importlib.metadata.packages_distributions()
 

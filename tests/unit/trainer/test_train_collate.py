@@ -55,23 +55,6 @@ def test_padding_rows_count_nothing() -> None:
     assert examples.num_targets() == 2 * LENGTH
 
 
-def test_shorter_sequences_are_more_rows_and_their_padding_counts_nothing() -> None:
-    tokens = torch.arange(2 * 9).reshape(6, 3)
-    batch = {
-        "tokens": tokens,
-        "sample_id": torch.arange(2),
-        "mask": torch.tensor([True, False]),
-        "loss_mask": tokens % 3 > 0,
-        "position": (tokens % 3).int(),
-    }
-    examples = collate(TOKENS, batch)
-    assert torch.equal(examples.inputs, tokens[:, :-1])
-    assert torch.equal(examples.targets, tokens[:, 1:])
-    assert examples.counts is not None
-    assert examples.counts.all(1).tolist() == [True] * 3 + [False] * 3
-    assert [part.num_targets() for part in examples.split(2)] == [6, 0]
-
-
 def test_a_short_document_ends_with_end_of_text_and_its_padding_counts_nothing() -> None:
     examples = collate(TEXT, text_batch(b"abc", b"", b"abcdefgh"))
     assert examples.counts is not None
@@ -119,11 +102,6 @@ def test_the_parts_of_examples_concatenate_to_the_whole() -> None:
             "needs samples of 9 tokens, but a sample of 'words' is 8",
         ),
         (TOKENS, {"tokens": torch.zeros(2, dtype=torch.uint8)}, "is a scalar"),
-        (
-            TOKENS,
-            {"tokens": torch.zeros(6, 4), "sample_id": torch.arange(2)},
-            "a sample of 'words' is 12",
-        ),
         (TOKENS, {"tokens": torch.full((2, 9), 257)}, "token 257 .* `model.vocab_size` is 257"),
         (TOKENS, {"tokens": torch.full((2, 9), -1)}, "outside the vocabulary"),
         (
