@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TABLES = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, GROUPS = TABLES["project"], TABLES["dependency-groups"]
 OURS = {"gyre_daemon", "gyre_media", "gyre_client", "gyre_trainer", "gyre_protos", "gyre_common"}
-# Whose interfaces `gyre_client.integrations` has, or that `gyre bench` measures: a user brings them.
+# Whose interfaces `gyre_client.integrations` has, or which `gyre bench` measures: users bring
+# them.
 TRAINERS = {
     "datasets",
     "lightning",
