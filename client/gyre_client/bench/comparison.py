@@ -55,9 +55,15 @@ def compare(
 
     Raises:
         InvalidRequest: The files cannot be read from here, or hold other data than the daemon
-            serves.
+            serves, or optional fields.
     """
     contenders, missing = contenders_of(description.format)
+    compared = any(each.kind in (MAP, TABLE) for each in contenders)
+    if compared and any(each.name.endswith((".present", ".shape")) for each in description.fields):
+        raise InvalidRequest(
+            f"the dataset at {description.uri} has optional fields or arrays of several shapes: "
+            "such fields cannot be compared"
+        )
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="gyre-bench-"))
         task = {**task, **task_of(description, task["options"], cache)}

@@ -326,7 +326,7 @@ def test_the_same_shard_twice_is_refused(gyred: StartDaemon, tmp_path: Path) -> 
     )
     with pytest.raises(
         ValueError,
-        match=r"has both shard-000\.tar\.gz and shard-000\.tar; name those that are meant",
+        match=r"has both shard-000\.tar\.gz and shard-000\.tar; name the ones you mean",
     ):
         serve(gyred, folder)()
 

@@ -63,7 +63,7 @@ def test_files_of_every_kind_are_the_same_samples(serve: Serve, tmp_path: Path, 
             b"\x89PNG\r\n\x1a\n" + bytes(500),
             {"dtype": "uint16"},
             CorruptSample,
-            "it looks like a PNG image",
+            "it looks like an image",
         ),
         (
             IDS.astype("<i4").tobytes(),

@@ -91,7 +91,7 @@ def test_headers_of_many_shards_are_kept_until_one_of_them_changes(
     (tmp_path / "set/07.bin").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1056))
     daemon.restart()
     for refused in refusals(daemon):
-        assert "shard 07.bin holds no token ids: it looks like a PNG image" in str(refused)
+        assert "shard 07.bin holds no token ids: it looks like an image" in str(refused)
 
 
 def test_object_storage_is_asked_once_for_each_head_and_not_again(

@@ -87,14 +87,14 @@ NAMES: dict[str, dict[str, Any]] = {
     },
     "gyre_client/errors:GyreError": {"loader": iter([BATCH]), "CorruptSample": CorruptSample},
     "loader/ragged:detections": {"loader": [BATCH], "detections": detections, "model": _Model()},
-    "loader/properties:categories": {"loader": _Described(), "batch": BATCH},
+    "loader/loader:categories": {"loader": _Described(), "batch": BATCH},
     "loader/ragged:padded": {"loader": [BATCH], "padded": padded, "pad_id": 0},
     "loader/ragged:texts": {"loader": [BATCH], "texts": texts},
     "loader/ragged:objects": {"batch": BATCH, "objects": objects},
 }
 # Tests of their own run these.
 SERVED = {"gyre_client/__init__:__init__", "loader/loader:Loader"}
-TRAINER = {"gyre_trainer/pretrained:pretrained", "checkpoints/reading:reading"}
+TRAINER = {"gyre_trainer/pretrained:pretrained", "training/run_checkpoints:run_checkpoints"}
 
 
 def test_every_example_is_run() -> None:
@@ -123,7 +123,10 @@ def test_the_example_of_safe_checkpoints_runs(tmp_path: Path) -> None:
     save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     state = {"weight": torch.zeros(2)}
     names = {"load": load, "SafeReader": SafeReader, "SafePlanner": SafePlanner}
-    exec(EXAMPLES["checkpoints/reading:reading"], {"state": state, "path": tmp_path, **names})
+    exec(
+        EXAMPLES["training/run_checkpoints:run_checkpoints"],
+        {"state": state, "path": tmp_path, **names},
+    )
     assert state["weight"].tolist() == [1, 1]
 
 

@@ -75,32 +75,30 @@ def served(gyred: StartDaemon, tmp_path: Path) -> Daemon:
     return gyred({"num_transform_workers": 2, "datasets": tables})
 
 
-@pytest.mark.parametrize(("lengths", "tail"), [([LENGTH], "wrap"), ([12, 24, LENGTH], "drop")])
+@pytest.mark.parametrize("tail", ["wrap", "drop"])
 def test_global_batches_are_those_of_stored_ids_on_any_ranks_through_kills(
     served: Daemon,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    lengths: list[int],
     tail: str,
 ) -> None:
     def loader(dataset: str, rank: int = 0, world_size: int = 1, **keys: Any) -> Loader:
         ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "address": served.address}
-        pack = {**PACK, "length": lengths}
-        return Loader(dataset, batch_size=6, seed=3, tail=tail, pack=pack, **ranks, **keys)
+        return Loader(dataset, batch_size=6, seed=3, tail=tail, pack=PACK, **ranks, **keys)
 
     num_steps = 13
     with loader("ids") as alone, loader("columns") as columns:
         assert num_steps > len(alone) == len(columns)  # more than an epoch
         wanted = take(alone, num_steps)
         assert same(take(columns, num_steps), wanted)
-        assert {batch["tokens"].shape[1] for batch in wanted} == set(lengths)
+        assert {batch["tokens"].shape[1] for batch in wanted} == {LENGTH}
     stages = [Stage(1, 4), Stage(3, 5, kill_before=3), Stage(2, 4)]
     got, state = in_stages(served, partial(loader, "lines"), stages, joined)
     assert same(got, [joined([batch]) for batch in wanted])
     library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     whole = [[*library.encode(each).ids, END] for each in texts()]
     for batch in wanted[:4]:
-        for number, ids in check_packed(batch, "tokens", 0, lengths[0]):
+        for number, ids in check_packed(batch, "tokens", 0, LENGTH):
             cut = [whole[number][at : at + LENGTH] for at in range(0, len(whole[number]), LENGTH)]
             assert ids.tolist() in cut
     measured = [each["shard"] for each in served.events() if each["event"] == "shard measured"]

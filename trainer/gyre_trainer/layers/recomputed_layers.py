@@ -36,6 +36,7 @@ from gyre_trainer.rotation.rotated_module import (
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.torch_internals import parameters_of, version_of
+from gyre_trainer.whole.replicated import ReplicatedModule
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -304,7 +305,7 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
     rotating = {
         outer
         for path, module in modules.items()
-        if isinstance(module, RotatedModule) and module.rotation.rule.recompute_pays
+        if _is_sharded(module)
         for outer in (path, *_around(path))
         if not isinstance(modules[outer], RotatedModule)
     }
@@ -318,6 +319,13 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
         if is_item and path in rotating and can_repeat and not (is_inside or is_expert):
             found.add(path)
     return [path for path in modules if path in found]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether a module rotates or is gathered on use, and keeps activations for backward."""
+    if isinstance(module, RotatedModule):
+        return module.rotation.rule.recompute_pays
+    return isinstance(module, ReplicatedModule) and bool(module.gathered)
 
 
 def _changes(module: nn.Module) -> bool:

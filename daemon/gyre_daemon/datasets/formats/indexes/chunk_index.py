@@ -630,7 +630,7 @@ class ChunkIndex(SampleIndex):
         if self._is_decoded:
             return Extents(self._shard[chunk], start, size, indexed=indexed)
         absent = None
-        if self._optional:  # decoded rows have zeros there, stored ones any bytes
+        if self._optional and self._stored:  # decoded rows have zeros there, stored ones any bytes
             absent = np.zeros(size.shape, np.bool_)
             for column, place in enumerate(self._optional):
                 if place in self._order:
