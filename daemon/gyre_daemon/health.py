@@ -165,7 +165,7 @@ def _encrypted(connection: socket.socket, host: str, roots: Path | None) -> sock
     # a fourth of the command's time, and seldom needed
     import ssl  # noqa: PLC0415
 
-    from gyre_daemon.runtime.ownership import read_file  # noqa: PLC0415
+    from gyre_daemon.runtime.certificates import read_file  # noqa: PLC0415
 
     text = read_file(roots, "--ca", is_secret=False).decode("latin-1") if roots else None
     try:

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.errors import ConfigError, NotAuthenticated, Overloaded
+from gyre_daemon.runtime.certificates import CertificateFiles, FileStamp, read_file, stamp_of
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.ownership import CertificateFiles, FileStamp, read_file, stamp_of
 from gyre_daemon.runtime.threads import Bucket
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)

@@ -42,14 +42,14 @@ def of_socket() -> int:
 @pytest.mark.parametrize(
     ("make_memory", "complaint"),
     [
-        (lambda: memory_file(sealed=False), "not sealed against shrinking"),
+        (lambda: memory_file(sealed=False), "without a seal against shrinking"),
         (lambda: memory_file(1 << 12), "of 4096 bytes and announced 65536"),
         (lambda: memory_file(1 << 20), "of 1048576 bytes and announced 65536"),
         (lambda: memory_file(0), "of 0 bytes"),
         (lambda: memory_file(5000), "of 5000 bytes"),
-        (lambda: os.open("/dev/zero", os.O_RDONLY), "that is none"),
+        (lambda: os.open("/dev/zero", os.O_RDONLY), "another kind of file"),
         (of_file, "shared memory"),
-        (of_socket, "that is none"),
+        (of_socket, "another kind of file"),
     ],
     ids=["unsealed", "short", "long", "empty", "no pages", "device", "file", "socket"],
 )
