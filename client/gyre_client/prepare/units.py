@@ -26,6 +26,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -320,7 +321,7 @@ def _drive(engine: str, folder: str, pipe: Pipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C, which the command gets, too
     with contextlib.suppress(EOFError, OSError):
         try:
-            ray = _connected(engine, folder)
+            ray = _connected_soon(engine, folder)
         except Exception as error:  # Ray's are many
             address = os.environ.get("RAY_ADDRESS", engine) if engine == RAY else engine
             text = f"Ray at {address} cannot be used: {_last_line(error)}"
@@ -334,6 +335,18 @@ def _drive(engine: str, folder: str, pipe: Pipe) -> None:
                 pipe.send(())
         finally:
             ray.shutdown()
+
+
+def _connected_soon(engine: str, folder: str) -> Any:
+    """Connects, again for some seconds while Ray has not reaped a driver that was killed."""
+    for _ in range(5):
+        try:
+            return _connected(engine, folder)
+        except Exception as error:
+            if "ZombieProcess" not in str(error):
+                raise
+        time.sleep(1)
+    return _connected(engine, folder)
 
 
 def _connected(engine: str, folder: str) -> Any:
