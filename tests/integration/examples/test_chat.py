@@ -13,5 +13,3 @@ def test_held_out_questions_are_answered(tmp_path: Path) -> None:
     assert last < 1 < 3 < first, "a guess among forty words has 3.7"
     question, answer = re.findall(r"(?:backwards|answer:  ) (.*)", done.stdout)
     assert answer.split() == question.split()[::-1]
-    (told,) = re.findall(rf"step 90: .*{question} .* \| (.*)", done.stderr)
-    assert told == answer, "what the run sampled is what transformers says of the export"
