@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import Format, ListedFormat
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.known_formats import SINGLE_FILES, make_format
 from gyre_daemon.datasets.sidecars import SidecarStore

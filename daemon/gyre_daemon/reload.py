@@ -19,7 +19,7 @@ from functools import partial
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, InvalidInput, NotAllowed
 from gyre_daemon.runtime.events import log_event, reopen_audit_file
 from gyre_daemon.runtime.liveness import notify

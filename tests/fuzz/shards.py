@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats.base import Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import GyreError
 from gyre_daemon.storage.shard import Shard

@@ -21,7 +21,7 @@ import uvloop
 from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.principal import ANONYMOUS, peer_principal
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import GyreError
 from gyre_daemon.memory.arenas import ArenaRegistry

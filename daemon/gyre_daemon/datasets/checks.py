@@ -25,7 +25,7 @@ from gyre_daemon.datasets.dataset import shard_bounds
 from gyre_daemon.datasets.decoded import DecodedStorage
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
+from gyre_daemon.datasets.formats.chunk_index import Chunks
 from gyre_daemon.datasets.scanning import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.shard_worker import (
     CheckMedia,

@@ -14,7 +14,7 @@ import numpy as np
 
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import Extents, SampleIndex
-from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
+from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import Order, ShuffleQuality, expected_quality
 from gyre_daemon.order.shuffle.permutation import Int64Array

@@ -1,4 +1,4 @@
-"""A storage of decoded shards; see [Note: Rows of chunks] in `formats.indexes.chunks`.
+"""A storage of decoded shards; see [Note: Rows of chunks] in `formats.chunk_index`.
 
 A read has its chunks fetched from the shards, by the storage that has these, and decoded by another
 process into memory that it shares with the daemon. From there the ranges are copied. Nothing is
@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
+from gyre_daemon.datasets.formats.chunk_index import Chunks
 from gyre_daemon.datasets.scanning import (
     MAX_REPLY_BYTES,
     SCAN,

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from gyre_daemon.datasets import known_formats
 from gyre_daemon.datasets.codecs import check_field, has_checks
 from gyre_daemon.datasets.formats.base import FieldSpec, array_of
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     DamagedPart,
     Decode,
     Expected,

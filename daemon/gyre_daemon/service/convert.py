@@ -14,7 +14,7 @@ from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.fields import LengthHistogram
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.linting import FindingKind, LintProgress
+from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.measuring.lengths import Measuring

@@ -9,7 +9,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.indexing.shards import IndexProgress
 from gyre_daemon.datasets.unheld import unheld

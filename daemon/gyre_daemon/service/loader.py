@@ -14,9 +14,9 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.fields import LengthHistogram, length_histograms
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer

@@ -8,8 +8,8 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.fetching.measuring.opening import DatasetOpener

@@ -11,10 +11,10 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
-from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset, shard_bounds
 from gyre_daemon.datasets.filters import Filtered
-from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.chunk_index import chunks_of
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import PackedRows, rows_of
 from gyre_daemon.order.balance import CostRule

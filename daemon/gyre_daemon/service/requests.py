@@ -9,7 +9,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_daemon.config import DatasetConfig, PackConfig, parse_dataset, parse_pack
 from gyre_daemon.datasets.cost import CostQuery, StoragePrices
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.buckets import DEFAULT_WINDOW_BATCHES, BucketRule

@@ -27,9 +27,9 @@ from gyre_protos.text import counted
 from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import MAX_PREFETCH_BATCHES, DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
 from gyre_daemon.fetching.packed import max_packed_bytes, max_packed_metadata_bytes

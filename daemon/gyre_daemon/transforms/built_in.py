@@ -9,13 +9,13 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from gyre_daemon.transforms.messages import dtype_of
-from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
+from gyre_daemon.transforms.transform import Cost, Field, OneField, Sample, Transform
 
 Floating = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class Cast(Transform):
+class Cast(OneField):
     """Makes floating-point numbers of numbers, rounded to the nearest ones.
 
     Attributes:
@@ -23,20 +23,9 @@ class Cast(Transform):
         dtype: of the result.
     """
 
-    field: str
     dtype: Floating
 
     cost: ClassVar[Cost] = "light"
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -141,7 +130,7 @@ def _cut(field: Field, length: int | None, max_length: int = 0) -> Field:
 
 
 @dataclass(frozen=True)
-class Copy(Transform):
+class Copy(OneField):
     """Gives a sample one of its fields a second time; transforms change either alone.
 
     Attributes:
@@ -149,7 +138,6 @@ class Copy(Transform):
         to: the name of the second.
     """
 
-    field: str
     to: str
 
     cost: ClassVar[Cost] = "light"
@@ -158,16 +146,6 @@ class Copy(Transform):
         """Refuse one name for both."""
         if self.field == self.to:
             raise ValueError(f"field and to are both {self.to!r:.100}; give the copy its own name")
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -179,31 +157,19 @@ class Copy(Transform):
 
 
 @dataclass(frozen=True)
-class Drop(Transform):
+class Drop(OneField):
     """Takes a field away from samples: batches do not have it.
 
     Attributes:
         field: which.
     """
 
-    field: str
-
     cost: ClassVar[Cost] = "light"
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
 
     @property
     def drops(self) -> Sequence[str]:
         """See `Transform.drops`."""
         return [self.field]
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""

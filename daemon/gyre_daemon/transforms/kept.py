@@ -25,7 +25,7 @@ from gyre_daemon.datasets.formats import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.indexes.table import located_bounds
+from gyre_daemon.datasets.formats.sample_table import located_bounds
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.order.shuffle.blocks import (

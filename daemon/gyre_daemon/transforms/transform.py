@@ -146,6 +146,27 @@ class TooLarge(ValueError):
 
 
 @dataclass(frozen=True)
+class OneField(Transform):
+    """A transform that reads one field, and draws no random numbers.
+
+    Attributes:
+        field: its name.
+    """
+
+    field: str
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return False
+
+
+@dataclass(frozen=True)
 class OfField(Transform):
     """A transform that makes others of one field, which samples no longer have afterwards.
 

@@ -12,7 +12,7 @@ from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     Chunks,
     Expected,
     StoredChunk,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_record.python import array_record_module
 from gyre_daemon.datasets.formats.base import TolerantFormat
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.errors import CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st

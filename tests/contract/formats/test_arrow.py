@@ -12,7 +12,7 @@ from gyre_client import Loader
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.arrow import RecordBatchScan
-from gyre_daemon.datasets.formats.indexes.chunk_index import check_chunks, chunks_of
+from gyre_daemon.datasets.formats.chunk_index import check_chunks, chunks_of
 from gyre_daemon.datasets.formats.schemas import Wanted
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings

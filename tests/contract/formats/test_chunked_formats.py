@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from gyre_daemon.datasets.formats import lines
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 
 from tests.contract.formats import test_more_formats, test_parquet_columns
 from tests.contract.formats.chunk_contract import ChunkContract, decode_all

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats import jsonl, lines
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.errors import CorruptSample
 
 from tests.contract.formats.chunk_contract import decode_all

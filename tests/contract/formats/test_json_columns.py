@@ -9,7 +9,7 @@ import pytest
 from gyre_daemon.datasets.formats import jsonl
 from gyre_daemon.datasets.formats import lines as lines_format
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, TolerantFormat
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex, DamagedPart
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex, DamagedPart
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats import SampleIndex, jsonl, lines
 from gyre_daemon.datasets.formats.base import Arrays, Format, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.values import check_json, without_surrogates
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard

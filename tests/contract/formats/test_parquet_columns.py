@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Scan, TolerantFormat
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,7 +13,7 @@ import pytest
 from gyre_daemon.datasets.codecs import CODECS
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub.errors import OutOfRangeError

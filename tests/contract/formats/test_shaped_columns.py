@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Array2D, Array3D, Dataset, Features, Sequence, Value
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

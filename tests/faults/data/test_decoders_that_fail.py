@@ -15,7 +15,7 @@ import pytest
 from gyre_daemon.datasets import shard_worker
 from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
     StoredChunk,

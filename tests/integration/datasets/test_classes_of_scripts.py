@@ -21,7 +21,7 @@ import fsspec
 import numpy as np
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.base import Scan, array_of
-from gyre_daemon.datasets.formats.indexes.table import StridedIndex
+from gyre_daemon.datasets.formats.sample_table import StridedIndex
 
 SIZE = 4
 

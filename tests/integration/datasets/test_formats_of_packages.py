@@ -31,7 +31,7 @@ import numpy as np
 
 from gyre_daemon.datasets.formats import FieldSpec, FormatEntry
 from gyre_daemon.datasets.formats.base import Scan, array_of
-from gyre_daemon.datasets.formats.indexes.table import StridedIndex
+from gyre_daemon.datasets.formats.sample_table import StridedIndex
 
 
 @dataclass(frozen=True)

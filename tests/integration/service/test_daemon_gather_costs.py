@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.memory.arenas import Arena

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.monitoring.metrics import Metrics, TransformCounts
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor, Flow

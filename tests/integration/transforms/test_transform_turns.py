@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts

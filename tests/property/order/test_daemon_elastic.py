@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from gyre_daemon.datasets.filters import apply_filter, numbered
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.datasets.packing import pack_sources
 from gyre_daemon.order.balance import Balance, CostRule
 from gyre_daemon.order.cursor import Cursor, decode_cursor, skipping

@@ -12,7 +12,7 @@ from gyre_client.display.media import media_type, thumbnail
 from gyre_client.display.samples import Value, words_of
 from gyre_daemon.datasets.fields import length_histograms
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_protos.v1 import loader_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.cost import CostQuery, CostReport, StoragePrices, estimate_costs
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex, chunk_arrays
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex, chunk_arrays
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.shuffle.block_order import window_of_chunks

@@ -7,7 +7,7 @@ import pytest
 from gyre_daemon.datasets import fields
 from gyre_daemon.datasets.fields import with_lengths
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError
 
 LIST = FieldSpec("x", np.dtype("<i4"), (), ragged=True, codec="bytes")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.filters import Filter, Filtered, apply_filter, asked_of, numbered
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st

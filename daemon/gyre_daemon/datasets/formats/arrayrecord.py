@@ -36,7 +36,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     corrupt,
 )
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
     ChunkIndex,
     Column,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, SampleIndex, Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
     StoredChunk,
@@ -17,7 +17,6 @@ from gyre_daemon.datasets.formats.indexes.chunk_index import (
     num_rows,
     refuse_damaged,
 )
-from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.schemas import (
     ColumnOptions,
     Wanted,
@@ -25,6 +24,7 @@ from gyre_daemon.datasets.formats.schemas import (
     require_pyarrow,
     scan_version,
 )
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.storage.shard import Shard
 
 _NOUN = "record batch"

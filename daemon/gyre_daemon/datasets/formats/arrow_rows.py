@@ -20,14 +20,14 @@ import pyarrow as pa
 from pyarrow import types
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, corrupt
-from gyre_daemon.datasets.formats.field_spec import check_names
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
     Column,
     StoredChunk,
     chunk_arrays,
     lacking,
 )
+from gyre_daemon.datasets.formats.field_spec import check_names
 from gyre_daemon.datasets.formats.schemas import Wanted
 from gyre_daemon.errors import ConfigError
 

@@ -24,7 +24,7 @@ text file is a sample:
     import numpy as np
     from gyre_daemon.datasets.formats import FormatEntry
     from gyre_daemon.datasets.formats.base import FieldSpec, Scan, array_of
-    from gyre_daemon.datasets.formats.indexes.table import SampleTable
+    from gyre_daemon.datasets.formats.sample_table import SampleTable
     from gyre_daemon.datasets.formats.values import check_text
     from gyre_daemon.errors import CorruptSample
 

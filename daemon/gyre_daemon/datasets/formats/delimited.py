@@ -28,10 +28,10 @@ from gyre_daemon.datasets.formats.base import (
     corrupt,
 )
 from gyre_daemon.datasets.formats.field_spec import check_names, renamed
-from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_columns, json_of
-from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.lines import pieces_of
+from gyre_daemon.datasets.formats.sample_table import SampleTable, check_columns, json_of
 from gyre_daemon.datasets.formats.schemas import SchemaOptions, common_schema, known_columns
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 

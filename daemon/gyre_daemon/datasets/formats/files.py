@@ -27,8 +27,8 @@ from gyre_daemon.datasets.formats.field_spec import (
     media_type_of,
     renamed,
 )
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
+from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
 

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, SampleIndex, Scan
-from gyre_daemon.datasets.formats.field_spec import check_names, ragged_fields, renamed
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
     DamagedPart,
@@ -34,7 +33,7 @@ from gyre_daemon.datasets.formats.indexes.chunk_index import (
     num_rows,
     refuse_damaged,
 )
-from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
+from gyre_daemon.datasets.formats.field_spec import check_names, ragged_fields, renamed
 from gyre_daemon.datasets.formats.lines import (
     BLOCK,
     UTF8_MARK,
@@ -47,6 +46,7 @@ from gyre_daemon.datasets.formats.lines import (
     text_column,
 )
 from gyre_daemon.datasets.formats.schemas import SchemaOptions
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.datasets.formats.values import check_json, lone_surrogate, without_surrogates
 from gyre_daemon.datasets.formats.zstd import decompress, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, SampleIndex, Scan, corrupt
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
     StoredChunk,
@@ -23,7 +23,7 @@ from gyre_daemon.datasets.formats.indexes.chunk_index import (
     chunk_arrays,
     num_rows,
 )
-from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_extents
+from gyre_daemon.datasets.formats.sample_table import SampleTable, check_extents
 from gyre_daemon.datasets.formats.schemas import are_compressed
 from gyre_daemon.datasets.formats.values import check_text
 from gyre_daemon.datasets.formats.zstd import decompress, frames, recognised

@@ -28,21 +28,21 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
     corrupt,
 )
-from gyre_daemon.datasets.formats.field_spec import check_names, renamed
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
     StoredChunk,
     chunk_arrays,
 )
-from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_columns, json_of
-from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
+from gyre_daemon.datasets.formats.field_spec import check_names, renamed
+from gyre_daemon.datasets.formats.sample_table import SampleTable, check_columns, json_of
 from gyre_daemon.datasets.formats.schemas import (
     SchemaOptions,
     are_compressed,
     common_schema,
     known_columns,
 )
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
 from gyre_daemon.datasets.formats.zstd import MAX_FRAME_BYTES, decompress, frames, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample

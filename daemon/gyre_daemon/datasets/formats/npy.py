@@ -25,7 +25,7 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
 )
 from gyre_daemon.datasets.formats.field_spec import check_names
-from gyre_daemon.datasets.formats.indexes.table import StridedIndex, json_of
+from gyre_daemon.datasets.formats.sample_table import StridedIndex, json_of
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 

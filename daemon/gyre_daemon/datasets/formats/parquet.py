@@ -20,7 +20,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     corrupt,
 )
-from gyre_daemon.datasets.formats.indexes.chunk_index import (
+from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
     ChunkIndex,
     Column,
@@ -31,13 +31,13 @@ from gyre_daemon.datasets.formats.indexes.chunk_index import (
     num_rows,
     refuse_damaged,
 )
-from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.schemas import (
     ColumnOptions,
     Wanted,
     require_pyarrow,
     scan_version,
 )
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.storage.shard import Shard

@@ -23,7 +23,7 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
     corrupt,
 )
-from gyre_daemon.datasets.formats.indexes.table import SampleTable, check_extents
+from gyre_daemon.datasets.formats.sample_table import SampleTable, check_extents
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

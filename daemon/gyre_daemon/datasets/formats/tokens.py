@@ -32,8 +32,8 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     array_of,
 )
-from gyre_daemon.datasets.formats.indexes.table import SampleTable, StridedIndex
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
+from gyre_daemon.datasets.formats.sample_table import SampleTable, StridedIndex
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

@@ -29,7 +29,7 @@ from gyre_daemon.datasets.formats.base import (
     corrupt,
 )
 from gyre_daemon.datasets.formats.field_spec import TAKEN, is_servable, media_type_of
-from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.datasets.formats.tar_shards import (
     SCAN_VERSION,
     check_scan,

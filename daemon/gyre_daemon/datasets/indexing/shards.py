@@ -16,7 +16,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.formats.indexes.union_index import IndexedField
+from gyre_daemon.datasets.formats.union_index import IndexedField
 from gyre_daemon.datasets.indexing.changes import Change, ChecksumStore, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.indexing.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed, unpacked_name

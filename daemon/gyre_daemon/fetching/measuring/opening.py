@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig, mixture_height
-from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filters import asked_of
+from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.made import MadeSources

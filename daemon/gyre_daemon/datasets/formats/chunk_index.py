@@ -40,7 +40,7 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
 )
 from gyre_daemon.datasets.formats.field_spec import is_servable
-from gyre_daemon.datasets.formats.indexes.table import RaggedBounds, json_of
+from gyre_daemon.datasets.formats.sample_table import RaggedBounds, json_of
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.shuffle.blocks import (

@@ -31,8 +31,8 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
-from gyre_daemon.datasets.formats.indexes.table import RaggedBounds, located_bounds
+from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of
+from gyre_daemon.datasets.formats.sample_table import RaggedBounds, located_bounds
 from gyre_daemon.datasets.formats.schemas import (
     Schema,
     SchemaOptions,

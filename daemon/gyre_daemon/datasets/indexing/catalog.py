@@ -31,9 +31,9 @@ from gyre_daemon.datasets.indexing.changes import (
     what_changed,
 )
 from gyre_daemon.datasets.indexing.indexer import Indexer
+from gyre_daemon.datasets.indexing.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.indexing.shards import IndexProgress, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.mixing import MixedIndex, Part
 from gyre_daemon.datasets.packing import pack
 from gyre_daemon.datasets.shard_worker import CheckMedia
