@@ -1,4 +1,3 @@
-# ruff: noqa: N803  # names carry shape letters
 # ruff: noqa: N803, N806  # names carry shape letters
 """Self-attention by groups of heads: a slice attends with its own heads, and the outputs add up.
 

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806  # names carry shape letters
 # ruff: noqa: N803, N806, N815  # names carry shape letters
 """Compute a slice's share of what a loss needs of the logits, and of the gradients.
 

@@ -123,10 +123,6 @@ class HttpOptions:
     roots: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
 
-    def root_certificates(self) -> list[bytes]:
-        """The roots, each in DER."""
-        return [ssl.PEM_cert_to_DER_cert(each) for each in _CERTIFICATE.findall(self.roots)]
-
 
 def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], HttpOptions]:
     """Split storage settings into the driver's own and ours. Reads files.
