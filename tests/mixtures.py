@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 from gyre_daemon.order.mixture import MixedSource, Mixture
-from gyre_daemon.order.quotas import Phase
+from gyre_daemon.order.steps import Phase
 
 # The first value of each source's samples: so a sample tells its source.
 FIRST = {"web": 0, "code": 1000, "books": 2000}

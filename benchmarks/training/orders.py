@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import ShuffleQuality, average, batch_quality
-from gyre_daemon.order.shuffle.permutation import Int64Array
 from torch.utils.data import default_collate
 from webdataset.filters import _shuffle as buffered
 

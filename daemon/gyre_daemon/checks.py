@@ -31,10 +31,10 @@ from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.local.listing import has_files, list_files
+from gyre_daemon.storage.listing import has_files, list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.workers import TransformWorkers

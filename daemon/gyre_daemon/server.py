@@ -34,9 +34,8 @@ from gyre_daemon.monitoring.exposition import Census, new_registry
 from gyre_daemon.monitoring.http_ports import HttpPort, Probes, metrics_application
 from gyre_daemon.monitoring.metrics import OTHERS, Metrics, MountGauges
 from gyre_daemon.reload import Reloader
-from gyre_daemon.runtime.connections import Connections, own_bytes, own_limit_bytes
 from gyre_daemon.runtime.events import AuditFile, log_event, native_lines_as_events
-from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
 from gyre_daemon.runtime.listen import (
     SocketClaim,
     TcpAddress,
@@ -59,7 +58,7 @@ from gyre_daemon.service.guard import Callers
 from gyre_daemon.sessions.request import Reservations
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable, take_census
-from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache
+from gyre_daemon.storage.cache.blocks import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.workers.copy_workers import CopyWorkers

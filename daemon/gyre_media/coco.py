@@ -18,7 +18,7 @@ from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions, checke
 from gyre_daemon.datasets.formats.installed import FormatEntry
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage.file_table import Texts
+from gyre_daemon.storage.shard import Texts
 
 _INT64 = range(-(1 << 63), 1 << 63)
 

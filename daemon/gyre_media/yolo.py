@@ -19,7 +19,7 @@ from gyre_daemon.datasets.formats.installed import FormatEntry
 from gyre_daemon.datasets.formats.listed import Described, Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_daemon.storage.shard import FileTable, Texts
 
 _MAX_BYTES = 1 << 20  # of `data.yaml`; the parser takes some seconds for as much
 # Numbers are parts of an image. Those of boxes at an edge are rounded; ultralytics takes as much.

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from braceexpand import braceexpand
-from gyre_daemon.storage.patterns import expand
+from gyre_daemon.storage.location import expand
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gyre_daemon.order.block_order import (
+    BlockTable,
+    blocks_of_equal_samples,
+    default_io_block_bytes,
+    default_window_blocks,
+)
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail
-from gyre_daemon.order.shuffle.block_order import default_io_block_bytes, default_window_blocks
-from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_of_equal_samples
 
 from tests.soak.plan import Job
 

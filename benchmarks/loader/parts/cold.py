@@ -21,8 +21,8 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.local.listing import stat_shard
-from gyre_daemon.storage.local.local import LocalStorage, ReadAhead
+from gyre_daemon.storage.listing import stat_shard
+from gyre_daemon.storage.local import LocalStorage, ReadAhead
 from gyre_daemon.storage.shard import Shard
 
 FILE_BYTES = 1 << 30

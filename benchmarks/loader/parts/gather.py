@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.storage.local.gather import gather
-from gyre_daemon.workers.copying import Ranges
+from gyre_daemon.storage.gather import gather
+from gyre_daemon.workers.copy_workers import Ranges
 
 FILE_BYTES, JOB_BYTES = 400 << 20, 4 << 20
 PIECES = {"one long call": FILE_BYTES, "pieces of 10 KiB": 10 << 10}

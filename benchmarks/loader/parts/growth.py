@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gyre_client import Loader
-from gyre_daemon.order.shuffle.permutation import Permutation, epoch_key
+from gyre_daemon.order.permutation import Permutation, epoch_key
 
 from benchmarks.loader.markdown import table
 from benchmarks.loader.processes import daemon

@@ -37,8 +37,8 @@ from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.local.gather import Addresses, Sizes, gather
-from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.gather import Addresses, Sizes, gather
+from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from benchmarks.loader.data import FULL, Workload, workloads
@@ -106,7 +106,7 @@ async def measure(workload: Workload, folder: Path) -> Cost:
     with (
         client_nearby() as client,
         ThreadPoolExecutor(NUM_THREADS) as executor,
-        mock.patch("gyre_daemon.storage.local.local.gather", copies.run),
+        mock.patch("gyre_daemon.storage.gather", copies.run),
     ):
         table_, session = await _open(workload, folder, FairExecutor(executor, NUM_THREADS))
         session.attach()

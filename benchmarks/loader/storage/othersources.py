@@ -13,8 +13,7 @@ from typing import Any
 import aiohttp
 import obstore
 import pycurl
-from gyre_daemon.storage.response import Response
-from gyre_daemon.storage.source import OnResponse, SentRequest
+from gyre_daemon.storage.response import OnResponse, Response, SentRequest
 from obstore.store import ObjectStore
 
 

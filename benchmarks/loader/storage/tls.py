@@ -25,8 +25,8 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.response import Source
 from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
 
 from benchmarks.loader.processes import load_average

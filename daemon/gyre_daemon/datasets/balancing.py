@@ -10,8 +10,8 @@ from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, CostRule, Float64Array
 from gyre_daemon.order.buckets import LengthsOf
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import Order
-from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _DIFFER = {"balance": "cost differently", "bucket": "can be sorted"}
 _AT_ONCE = 1 << 16  # samples looked up together, for the sake of memory

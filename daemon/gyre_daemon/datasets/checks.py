@@ -42,10 +42,10 @@ from gyre_daemon.runtime.ownership import make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.local.listing import check_listed
+from gyre_daemon.storage.listing import check_listed
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opening.shard_files import opened_file
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard_files import opened_file
 
 _PIECE_BYTES = 4 << 20
 DAMAGE_SUFFIX = ".gyre-damage"

@@ -24,7 +24,7 @@ from gyre_daemon.datasets.formats.values import (
     parse_integer,
     parse_number,
 )
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 
 # An npy header takes 128 bytes. A sample whose stored bytes exceed its tensor by more than this is
 # refused before scratch memory is allocated for it.

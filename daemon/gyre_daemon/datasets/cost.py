@@ -16,8 +16,8 @@ from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import Extents, SampleIndex
 from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of
 from gyre_daemon.order.mixture import planner_for
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import Order, ShuffleQuality, expected_quality
-from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.base import MAX_GAP_BYTES
 from gyre_daemon.storage.cache.blocks import whole_pages
 

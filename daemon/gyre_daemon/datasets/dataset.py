@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.packing import Packed
+from gyre_daemon.order.block_order import BlockIndex, BlockTable
 from gyre_daemon.order.mixture import Mixture
 from gyre_daemon.order.planner import NO_SAMPLES
-from gyre_daemon.order.shuffle.blocks import BlockIndex, BlockTable
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
 

@@ -26,13 +26,18 @@ from gyre_daemon.datasets.shard_worker import DecodeRequest
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
-from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
 from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.checksums import ShardChecksums
-from gyre_daemon.storage.local.gather import gather, is_allowed, memory_at
+from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.workers.compute_workers import ComputeServer, ComputeWorkers, WorkerLost
-from gyre_daemon.workers.exchange import Exchange, ExchangeRoom, pages
+from gyre_daemon.workers.compute_workers import (
+    ComputeServer,
+    ComputeWorkers,
+    Exchange,
+    ExchangeRoom,
+    WorkerLost,
+    pages,
+)
 
 # Memory of chunks in fetching and decoding, of all datasets; one larger chunk has its
 # turn alone. It is not part of any budget. Less would leave a slow storage idle.

@@ -14,7 +14,7 @@ from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, SHAPE_SUFFIX
 from gyre_daemon.datasets.formats.field_spec import is_servable
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 
 _AT_ONCE = 1 << 16  # samples in one look, which bounds the memory
 _TEXTS = ("text", "quoted")

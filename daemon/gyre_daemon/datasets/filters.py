@@ -25,8 +25,8 @@ from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.field_spec import Extents
 from gyre_daemon.datasets.formats.sample_table import located_bounds
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_that_begin_at
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.block_order import BlockTable, BlockTables, blocks_that_begin_at
+from gyre_daemon.order.permutation import Int64Array
 
 Values = npt.NDArray[Any]
 _Compute = Callable[["_Samples"], Any]

@@ -23,7 +23,7 @@ from gyre_daemon.datasets.formats import (
     stored_fields,
 )
 from gyre_daemon.errors import ConfigError, InvalidRequest
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 
 SOURCE = "source"
 

@@ -19,8 +19,8 @@ from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixture import MixedSource, Mixture
 from gyre_daemon.order.packing import PACKING_VERSION, PackRule, Sequences, pack_documents
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES
-from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # Fields that a packed dataset adds to the packed one.
 POSITION, LOSS_MASK = "position", "loss_mask"

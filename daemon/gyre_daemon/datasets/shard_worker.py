@@ -41,8 +41,8 @@ from gyre_daemon.datasets.formats.chunk_index import (
 )
 from gyre_daemon.datasets.sidecars import Arrays, encode
 from gyre_daemon.errors import CorruptSample, GyreError
-from gyre_daemon.runtime.positioned import PositionedFile
-from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.listing import file_error
+from gyre_daemon.storage.shard import PositionedFile
 
 RANGE = struct.Struct("<QQ")
 Run = Callable[[str, BinaryIO], Arrays]

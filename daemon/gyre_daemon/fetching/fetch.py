@@ -28,11 +28,10 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import PackedRows, lay_out_packed, locate_packed, write_packed
 from gyre_daemon.memory.arenas import Slot
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import Draws, NextUse, Reads, WritableArena
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays, Draws, NextUse, Reads, WritableArena
 
 
 class Place(Protocol):

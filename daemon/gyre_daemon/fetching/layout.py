@@ -24,7 +24,7 @@ from gyre_daemon.datasets.formats import (
     stored_fields,
 )
 from gyre_daemon.memory.share import whole_pages
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 
 ALIGNMENT_BYTES = 64

@@ -23,18 +23,23 @@ from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import BlockCache, Draws, ReadPlan, Reads, ShardBounds, Storage
-from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.base import (
+    BlockCache,
+    Delays,
+    Draws,
+    ReadPlan,
+    Reads,
+    ShardBounds,
+    Storage,
+)
+from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
 from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.cache.cached import CachedStorage
-from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.checksums import ShardChecksums
-from gyre_daemon.storage.delays import Delays
-from gyre_daemon.storage.local.gather import memory_at
+from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
+from gyre_daemon.storage.gather import memory_at
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import (

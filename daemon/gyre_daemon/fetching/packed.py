@@ -22,7 +22,7 @@ from gyre_daemon.fetching.layout import (
     joined,
     write_ids,
 )
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import BatchPlan, GroupPlan
 
 # What the daemon keeps of each part of a document, beside the batch: its number, its place and

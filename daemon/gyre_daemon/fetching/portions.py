@@ -19,16 +19,15 @@ from gyre_daemon.datasets.formats import Extents, stored_fields
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.fetching.fetch import Ahead, Fetch, Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor
-from gyre_daemon.storage.base import Draws
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.messages import ENCODER, Done, Input, Kind, Output, Portion, name_of
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import SampleFailed
-from gyre_daemon.workers.exchange import Exchange, pages
+from gyre_daemon.workers.compute_workers import Exchange, pages
 
 # Samples that one process is given at once, and the bytes of their stored and made fields together.
 # With more, a batch is spread over fewer processes; with less, each sample costs more beside its

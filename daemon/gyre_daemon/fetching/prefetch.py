@@ -22,11 +22,9 @@ from gyre_daemon.memory.arenas import Slot
 from gyre_daemon.memory.share import Share
 from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.planner import BatchPlanner, Order
-from gyre_daemon.order.quotas import Phase
-from gyre_daemon.order.steps import NEVER, GroupPlan, Stage
+from gyre_daemon.order.steps import NEVER, GroupPlan, Phase, Stage
 from gyre_daemon.runtime.threads import FairExecutor, Flow
-from gyre_daemon.storage.base import BlockCache
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import BlockCache, Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 
 # Batches that are laid out at once, unless a batch group has more. To lay out many costs less for

@@ -18,7 +18,7 @@ from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.portions import PortionReader, Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
 from gyre_daemon.transforms.declared import TransformedDataset

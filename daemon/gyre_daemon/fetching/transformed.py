@@ -22,11 +22,10 @@ from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, Fetch, Place, packe
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import rows_of, write_packed
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion, Staging
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import Draws
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import TransformedDataset
 
 _Bytes = npt.NDArray[np.uint8]

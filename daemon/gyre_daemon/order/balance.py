@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 
 Float64Array = npt.NDArray[np.float64]

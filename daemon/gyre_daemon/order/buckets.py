@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation
+from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation
 from gyre_daemon.order.steps import EpochOrder
 
 LengthsOf = Callable[[Int64Array], Int64Array]  # of samples, both int64 [n]

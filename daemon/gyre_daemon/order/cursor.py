@@ -20,8 +20,8 @@ from gyre_protos.text import counted
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule
 from gyre_daemon.order.mixture import MixtureState, decoded
+from gyre_daemon.order.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.planner import MAX_POSITION, Order, OrderMode, Tail
-from gyre_daemon.order.shuffle.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.steps import (
     SkippedSteps,
     Stage,

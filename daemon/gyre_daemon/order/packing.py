@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation
+from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -7,7 +7,7 @@ rounded up with `pad`. The sample there is `Permutation(key(seed, e), N)` of q i
 samples and are masked. Global step `s` owns the positions `[sG, (s+1)G)`; rank `r` of W owns the
 r-th of W equal parts.
 
-Where a dataset grows, L and N are those of the epoch: see `epochs`.
+Where a dataset grows, L and N are those of the epoch: see `steps`.
 
 With `bucket`, the order of an epoch is sorted by length within windows: see `buckets`.
 
@@ -30,17 +30,16 @@ from gyre_protos.text import counted
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
+from gyre_daemon.order.block_order import BlockOrder, BlockTable
 from gyre_daemon.order.buckets import BucketedOrder, BucketRule, LengthsOf
-from gyre_daemon.order.quotas import Phase
-from gyre_daemon.order.shuffle.block_order import BlockOrder
-from gyre_daemon.order.shuffle.blocks import BlockTable
-from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation, epoch_key
+from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation, epoch_key
 from gyre_daemon.order.steps import (
     BatchPlan,
     EpochOrder,
     EpochOrders,
     GroupPlan,
     NextUses,
+    Phase,
     Placed,
     Sequential,
     SkippedSteps,
@@ -252,7 +251,7 @@ class Order:
         global_batch_size: G, samples per step over all ranks.
         io_block_bytes: about the size of a block; 0 except in `block`.
         window_blocks: how many blocks are mixed with each other; 0 except in `block`.
-        skipped: steps that the job leaves out; see [Note: Steps and batches] in `skipping`.
+        skipped: steps that the job leaves out; see [Note: Steps and batches] in `steps`.
         bucket: makes batches of samples of similar lengths; None for samples as they come.
     """
 
@@ -293,7 +292,7 @@ class BatchPlanner:
         stages: the job's.
         num_samples: N of the dataset; a stage may have less.
         epoch_length: in positions, of the first epoch; no other is shorter.
-        phases: of a mixture, see `quotas`; empty for a plain dataset.
+        phases: of a mixture, see `mixture`; empty for a plain dataset.
     """
 
     phases: tuple[Phase, ...] = ()

@@ -22,9 +22,8 @@ import numpy.typing as npt
 from gyre_protos.text import counted
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.shuffle.block_order import BlockOrder
-from gyre_daemon.order.shuffle.blocks import BlockTable
-from gyre_daemon.order.shuffle.permutation import MAX_SAMPLES, Int64Array
+from gyre_daemon.order.block_order import BlockOrder, BlockTable
+from gyre_daemon.order.permutation import MAX_SAMPLES, Int64Array
 
 # Stages that a cursor has room for, in the 4 KiB that clients keep of one.
 MAX_STAGES = 100
@@ -357,6 +356,19 @@ def contains(skipped: SkippedSteps, others: SkippedSteps) -> bool:
 def in_words(skipped: SkippedSteps) -> str:
     """The ranges for people, as `skip_steps` takes them."""
     return f"[{', '.join(f'({first}, {stop})' for first, stop in skipped)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Steps of a job on a mixture in which the sources have the same weights.
+
+    Attributes:
+        first_step: global; the phase ends where the next one begins.
+        weights: of each source, a whole number of at least 0; only their ratios count.
+    """
+
+    first_step: int
+    weights: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,31 @@
-"""Limits that the machine sets for the descriptors of this process."""
+"""Limits of this process: its descriptors, and the memory of connections.
+
+[Note: Connections that are closed]
+
+gRPC keeps the headers of each call in memory before any code of ours sees the call, and says
+nothing about its connections. So they are found among the descriptors of this process, and those of
+strangers, and in need others, are closed with shutdown(2), after which gRPC frees their memory.
+"""
 
 import contextlib
+import ctypes
+import ipaddress
+import logging
+import math
 import os
 import resource
-from collections.abc import Iterator
-from dataclasses import dataclass
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
 
 from gyre_daemon.errors import Overloaded
+from gyre_daemon.runtime.events import log_event
 
 # A quarter of the descriptors may be connections to object storage, and a quarter open shards. An
 # eighth may be connections of clients to gRPC, an eighth those to the side channel, and a sixteenth
@@ -129,3 +148,239 @@ def check_descriptors() -> None:
 
 def _take() -> int:
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+# Over TCP, connections on which no caller has proved who it is. A client of ours calls within
+# milliseconds; health probes and anonymous readers of `tcp:` have short connections, too. The
+# worst headers that were tried took 60 MiB with 64 connections of 16 calls each.
+MAX_STRANGERS = 64
+_STRANGER_S = 30.0
+# The daemon's own memory, beyond batches and cache: this share of its limit, and at least this.
+# An index of 30 million samples with two fields takes the least.
+_OWN_SHARE = 0.5
+_LEAST_OWN_BYTES = 1 << 30
+# Closed connections are logged at most once in this time, with their number.
+_LOG_PAUSE_S = 10.0
+_PID = struct.Struct("3i")
+_malloc_trim = ctypes.CDLL(None).malloc_trim
+
+Clock = Callable[[], float]
+
+
+class Peer(NamedTuple):
+    """The other end of a connection: an IP address and a port, or a process of this machine."""
+
+    host: str
+    number: int
+
+    @classmethod
+    def of_grpc(cls, text: str) -> "Peer":
+        """From gRPC's form: `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`."""
+        host, _, port = unquote(text).partition(":")[2].rpartition(":")
+        return cls(_plain(host.strip("[]")), int(port))
+
+    @classmethod
+    def of_socket(cls, connection: socket.socket) -> "Peer":
+        """The other end of a connected socket; of a Unix socket its process.
+
+        Raises:
+            OSError: it is not connected any more.
+        """
+        if connection.family == socket.AF_UNIX:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PID.size)
+            return cls("", _PID.unpack(credentials)[0])
+        host, port = connection.getpeername()[:2]
+        return cls(_plain(host), port)
+
+
+@dataclass(slots=True)
+class _Connection:
+    """A connection that this process has accepted.
+
+    Attributes:
+        descriptor: of its socket, which gRPC owns.
+        peer: its other end.
+        last_used: when it was found, or when its last call ended.
+        is_proven: a caller has proved on it who it is.
+        num_calls: calls that were admitted and have not ended.
+    """
+
+    descriptor: int
+    peer: Peer
+    last_used: float
+    is_proven: bool = False
+    num_calls: int = 0
+
+    @property
+    def is_tcp(self) -> bool:
+        return bool(self.peer.host)
+
+    @property
+    def is_stranger(self) -> bool:
+        return self.is_tcp and not self.is_proven and not self.num_calls
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of one peer, perhaps before its connection was found."""
+
+    is_proven: bool = False
+    num_calls: int = 0
+    last_used: float = 0.0
+
+
+@dataclass(slots=True)
+class Connections:
+    """The connections that gRPC has accepted at some addresses.
+
+    Attributes:
+        clock: returns the time in seconds.
+    """
+
+    clock: Clock = time.monotonic
+    _addresses: set[str | int] = field(default_factory=set)
+    _found: dict[int, _Connection | None] = field(default_factory=dict)  # sockets, by inode
+    _calls: dict[Peer, _Calls] = field(default_factory=dict)
+    _num_closed: int = 0
+    _logged_at: float = -math.inf
+
+    def listen_at(self, address: str | int) -> None:
+        """Look for connections at a path, or at a port."""
+        self._addresses.add(address)
+
+    @contextlib.contextmanager
+    def call(self, peer: str, *, is_proven: bool) -> Iterator[None]:
+        """Note a call over TCP that was admitted, as long as it goes on.
+
+        Args:
+            peer: as gRPC calls it.
+            is_proven: whether its caller has proved who it is.
+        """
+        calls = self._calls.setdefault(Peer.of_grpc(peer), _Calls())
+        calls.is_proven |= is_proven
+        calls.num_calls += 1
+        try:
+            yield
+        finally:
+            calls.num_calls -= 1
+            calls.last_used = self.clock()
+
+    def look(self) -> list[_Connection]:
+        """Find the open connections, the newest last."""
+        now = self.clock()
+        before, self._found = self._found, {}
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # numbers, without the paths
+            with contextlib.suppress(OSError):
+                descriptor = int(name)
+                inode = _socket_inode(descriptor)
+                if inode is None:
+                    continue
+                known = inode in before
+                self._found[inode] = before[inode] if known else self._accepted(descriptor, now)
+        connections = [each for each in self._found.values() if each]
+        peers = {each.peer for each in connections}
+        self._calls = {
+            peer: calls for peer, calls in self._calls.items() if peer in peers or calls.num_calls
+        }
+        for each in connections:
+            if calls := self._calls.get(each.peer):
+                each.is_proven, each.num_calls = calls.is_proven, calls.num_calls
+                each.last_used = max(each.last_used, calls.last_used)
+        return connections
+
+    def close_strangers(self) -> None:
+        """Close connections over TCP of callers that prove nothing: those beyond the limits."""
+        if not any(isinstance(each, int) for each in self._addresses):
+            return
+        now = self.clock()
+        strangers = [each for each in self.look() if each.is_stranger]
+        strangers.sort(key=lambda each: each.last_used)
+        num_over = max(0, len(strangers) - MAX_STRANGERS)
+        late = [each for each in strangers[num_over:] if now - each.last_used > _STRANGER_S]
+        self._close([*strangers[:num_over], *late], "no caller has proved who it is")
+
+    def close_for_memory(self, own_bytes: int, limit_bytes: int, readers: Collection[int]) -> None:
+        """Where the daemon's own memory exceeds its limit, close the newest half of connections.
+
+        Those with a session are left alone, over TCP those with a call that goes on.
+
+        Args:
+            own_bytes: in use.
+            limit_bytes: of them.
+            readers: processes of this machine that have a session.
+        """
+        if own_bytes <= limit_bytes:
+            return
+        idle = [
+            each
+            for each in self.look()
+            if not (each.num_calls if each.is_tcp else each.peer.number in readers)
+        ]
+        newest = idle[len(idle) // 2 :]
+        reason = f"the daemon itself uses {own_bytes >> 20} MiB, and may use {limit_bytes >> 20}"
+        self._close(newest, reason)
+        _malloc_trim(0)  # otherwise the allocator keeps the memory
+
+    def _accepted(self, descriptor: int, now: float) -> _Connection | None:
+        """The connection behind a socket; None where it is no connection of a client."""
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.type != socket.SOCK_STREAM:
+                return None
+            if found.family not in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+                return None
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            name = found.getsockname()
+            if (name if found.family == socket.AF_UNIX else name[1]) not in self._addresses:
+                return None
+            return _Connection(descriptor, Peer.of_socket(found), now)
+
+    def _close(self, connections: Collection[_Connection], reason: str) -> None:
+        for each in connections:
+            with (
+                contextlib.suppress(OSError),  # it has ended meanwhile
+                socket.socket(fileno=os.dup(each.descriptor)) as found,
+            ):
+                # gRPC may have closed it, and the number may be another's by now.
+                if Peer.of_socket(found) == each.peer:
+                    found.shutdown(socket.SHUT_RDWR)
+        self._num_closed += len(connections)
+        now = self.clock()
+        if self._num_closed and now >= self._logged_at + _LOG_PAUSE_S:
+            facts = {"connections": self._num_closed, "reason": reason}
+            log_event("connections closed", facts, logging.WARNING)
+            self._num_closed, self._logged_at = 0, now
+
+
+def own_limit_bytes(limit_bytes: int | None) -> int:
+    """The memory that the daemon itself may use, beyond batches and cache.
+
+    Args:
+        limit_bytes: of this process's control group; None for none.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(_LEAST_OWN_BYTES, int(_OWN_SHARE * min(machine, limit_bytes or machine)))
+
+
+def own_bytes() -> int:
+    """The private memory of this process: neither files nor memory that it shares."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _socket_inode(descriptor: int) -> int | None:
+    """Tells a socket from all others; None for other files."""
+    found = os.fstat(descriptor)
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _plain(host: str) -> str:
+    """An address in one form, whether it came over IPv4 or IPv6."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

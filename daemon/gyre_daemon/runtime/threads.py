@@ -21,11 +21,12 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -237,6 +238,87 @@ async def in_thread(work: Callable[[], Result], name: str) -> Result:
         threads.shutdown()
 
 
+class LoopThreads:
+    """Threads that read for an event loop, which takes all results that there are at a time.
+
+    A future, a task and a wake-up of the loop for each read would cost a third more processor time.
+    """
+
+    def __init__(self, threads: DaemonThreads, *, counts_cancelled: bool = False) -> None:
+        """Read nothing yet.
+
+        Args:
+            threads: that read.
+            counts_cancelled: whether a cancelled read keeps its turn until its thread returns.
+        """
+        self._threads = threads
+        self._counts_cancelled = counts_cancelled
+        self._loop = asyncio.get_running_loop()
+        self._arrived: deque[tuple[ThreadRequest[Any], Any]] = deque()
+        self._is_told = False
+
+    def send(
+        self, read: Callable[[], Result], on_result: Callable[[Result], None]
+    ) -> "ThreadRequest[Result]":
+        """Have a thread call `read`, which raises nothing; the loop calls `on_result` later."""
+        request = ThreadRequest(on_result, counts_cancelled=self._counts_cancelled)
+
+        def run() -> Callable[[], None]:
+            self._arrived.append((request, None if request.is_cancelled else read()))
+            return self._tell
+
+        self._threads.start(run)
+        return request
+
+    def _tell(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_told = False  # before the last look: what arrives from now on tells again
+        while self._arrived:
+            request, result = self._arrived.popleft()
+            request.end(result)
+
+
+class ThreadRequest(Generic[Result]):
+    """A read in a thread; see `SentRequest`. A thread cannot be stopped once it has begun."""
+
+    first_byte_at = None
+
+    def __init__(self, on_result: Callable[[Result], None], *, counts_cancelled: bool) -> None:
+        self._on_result: Callable[[Result], None] | None = on_result
+        self._keeps_turn = counts_cancelled  # until its thread has returned
+        self._free: Callable[[], None] | None = None
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nothing waits for it any more."""
+        return self._on_result is None
+
+    def cancel(self) -> None:
+        """Drop the read; its `on_result` is not called."""
+        self._on_result = None
+
+    def when_free(self, free: Callable[[], None]) -> None:
+        """Have `free` called once the read counts no more: see `LoopThreads`."""
+        if self._keeps_turn:
+            self._free = free
+        else:
+            free()
+
+    def end(self, result: Result | None) -> None:
+        """The thread has returned; None where it did not read."""
+        self._keeps_turn = False
+        if self._free:
+            self._free()
+        on_result, self._on_result = self._on_result, None  # it refers to this: a cycle
+        if on_result and result is not None:
+            on_result(result)
+
+
 # Users and flows that do not wait are remembered only for their virtual time. Beyond this many,
 # those that wait for nothing and owe nothing are dropped; a larger bound only makes that rarer.
 _MAX_IDLE_QUEUES = 64
@@ -282,7 +364,7 @@ class Claims:
 
         Args:
             flow: the job.
-            urgency: as for `FairQueue.acquire`.
+            urgency: as for `FairQueue.ask`.
         """
         self._urgency = {flow: urgency}
         self._asking: list[_Ask] = []
@@ -370,33 +452,6 @@ class FairQueue:
         self._capacity = capacity
         self._serve()
 
-    async def acquire(self, flow: Flow, cost: float, urgency: int = 0) -> None:
-        """Wait for a turn; `release` gives it back.
-
-        Args:
-            flow: the job that asks.
-            cost: of the turn's work, in a unit that all callers of the queue share.
-            urgency: within the flow, the lowest goes first.
-        """
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def grant() -> None:
-            if granted.cancelled():
-                self.release()
-            else:
-                granted.set_result(None)
-
-        turn = self.ask(flow, cost, urgency, grant)
-        if turn is None:
-            return
-        try:
-            await granted
-        except asyncio.CancelledError:
-            turn.cancel()
-            if not granted.cancelled():
-                self.release()
-            raise
-
     def ask(
         self, flow: Flow, cost: float, urgency: int, granted: Callable[[], None]
     ) -> Turn | None:
@@ -404,8 +459,8 @@ class FairQueue:
 
         Args:
             flow: the job that asks.
-            cost: as for `acquire`.
-            urgency: as for `acquire`.
+            cost: of the turn's work, in a unit that all callers of the queue share.
+            urgency: within the flow, the lowest goes first.
             granted: called once, when the turn is granted, by the call that made room. It may ask
                 and release, and must not raise.
 
@@ -444,17 +499,8 @@ class FairQueue:
         if self.num_waiting:
             self._serve()
 
-    @contextlib.asynccontextmanager
-    async def turn(self, flow: Flow, cost: float, urgency: int = 0) -> AsyncIterator[None]:
-        """Hold a turn inside the block; the arguments are those of `acquire`."""
-        await self.acquire(flow, cost, urgency)
-        try:
-            yield
-        finally:
-            self.release()
-
-    async def acquire_of(self, claims: Claims, cost: float) -> None:
-        """Wait for the first turn granted to one of several jobs; see `acquire`."""
+    async def acquire(self, claims: Claims, cost: float) -> None:
+        """Wait for the first turn granted to one of the jobs; `release` gives it back."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turns: list[Turn] = []
 
@@ -485,8 +531,8 @@ class FairQueue:
 
     @contextlib.asynccontextmanager
     async def turn_of(self, claims: Claims, cost: float) -> AsyncIterator[None]:
-        """Hold inside the block the first turn granted to one of several jobs."""
-        await self.acquire_of(claims, cost)
+        """Hold inside the block the first turn granted to one of the jobs."""
+        await self.acquire(claims, cost)
         try:
             yield
         finally:
@@ -568,20 +614,19 @@ class FairExecutor:
 
         Args:
             flow: the job that asks.
-            cost: as for `FairQueue.acquire`, in bytes; work that takes longer than a copy of
+            cost: as for `FairQueue.ask`, in bytes; work that takes longer than a copy of
                 these is charged by its time.
-            urgency: as for `FairQueue.acquire`.
+            urgency: as for `FairQueue.ask`.
             work: called in the thread.
 
         Returns:
             The work's result; its exceptions are raised.
         """
-        await self._queue.acquire(flow, cost, urgency)
-        return await self._start(flow, cost, work)
+        return await self.run_of(Claims(flow, urgency), cost, work)
 
     async def run_of(self, claims: Claims, cost: float, work: Callable[[], Result]) -> Result:
         """The same, at the first turn of one of several jobs."""
-        await self._queue.acquire_of(claims, cost)
+        await self._queue.acquire(claims, cost)
         return await self._start(claims.first[0], cost, work)
 
     def _start(self, flow: Flow, cost: float, work: Callable[[], Result]) -> asyncio.Future[Result]:

@@ -37,8 +37,8 @@ from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllow
 from gyre_daemon.memory.sidechannel import Peer, SideChannel
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.certificates import CertificateFiles, Certificates
-from gyre_daemon.runtime.connections import Connections
 from gyre_daemon.runtime.events import audit_event, debug_event, log_event
+from gyre_daemon.runtime.limits import Connections
 from gyre_daemon.storage.location import redact
 
 DOMAIN = "gyre"

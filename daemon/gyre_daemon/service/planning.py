@@ -21,8 +21,8 @@ from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.buckets import padding
 from gyre_daemon.order.cursor import Cursor, check_transforms, decode_cursor
 from gyre_daemon.order.mixture import Mixture, MixturePlanner, check_ranks, planner_for
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import Order
-from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.service import convert, requests
 from gyre_daemon.service.opening import SessionOpener

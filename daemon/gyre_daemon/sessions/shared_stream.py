@@ -46,7 +46,7 @@ from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.sessions import stream_state
 from gyre_daemon.sessions.request import Reservations
 from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,6 @@ of the source, as its order does. So a sample is what a job on that source alone
 the source's seed.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,14 +25,79 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.errors import first_error
-from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.runtime.threads import NO_JOB, Claims, Flow
-from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.checksums import ShardChecksums
-from gyre_daemon.storage.delays import Delays
-from gyre_daemon.storage.file_table import sizes_of
-from gyre_daemon.storage.shard import Shard, truncated
+from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
+from gyre_daemon.storage.shard import Shard, sizes_of, truncated
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelays:
+    """Where one request's time went.
+
+    Attributes:
+        shard: its name.
+        start: the first requested byte.
+        stop: the byte after the last.
+        queue_s: time in the queue before the first attempt.
+        tried_s: time spent on attempts that failed, and on pauses between them.
+        first_byte_s: time from sending the successful attempt to its first byte.
+        body_s: time from the first byte to the last.
+        num_tries: attempts, hedges included.
+    """
+
+    shard: str
+    start: int
+    stop: int
+    queue_s: float
+    tried_s: float
+    first_byte_s: float
+    body_s: float
+    num_tries: int
+
+    @property
+    def total_s(self) -> float:
+        """Time from the request to the last byte."""
+        return self.queue_s + self.tried_s + self.first_byte_s + self.body_s
+
+
+@dataclass(slots=True)
+class Delays:
+    """How long some reads took, and the requests that they became.
+
+    Attributes:
+        read_s: time until the last byte was in memory.
+        storage_s: the part of `read_s` spent waiting for the storage; the rest is copying, and
+            waiting for a thread.
+        finish_s: time from there until everything was checked and decoded, waiting for a thread
+            included.
+        num_requests: ranges that were needed.
+        num_joined: ranges that another read was already fetching.
+        num_refused: responses with status 429 or 503.
+        num_retries: requests sent again after a failure.
+        num_hedges: requests sent again because the first was late.
+        num_bytes: bytes received.
+        slowest: the request that took longest, if any was sent.
+    """
+
+    read_s: float = 0.0
+    storage_s: float = 0.0
+    finish_s: float = 0.0
+    num_requests: int = 0
+    num_joined: int = 0
+    num_refused: int = 0
+    num_retries: int = 0
+    num_hedges: int = 0
+    num_bytes: int = 0
+    slowest: RequestDelays | None = None
+
+    def add_requests(self, other: "Delays") -> None:
+        """Count the requests of reads that were done at the same time as these."""
+        for name in ("num_requests", "num_joined", "num_refused", "num_retries", "num_hedges"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_bytes += other.num_bytes
+        slowest = [each for each in (self.slowest, other.slowest) if each]
+        self.slowest = max(slowest, key=lambda each: each.total_s, default=None)
+
 
 # Fields of one sample that lie this close together are read with one request. A larger gap would
 # transfer more bytes that nobody needs; a smaller one would send more requests.
@@ -297,36 +361,3 @@ class ShardBounds:
             start, size = int(reads.start[first]), int(reads.size[first])
             available = max(0, int(self._sizes[shard]) - start)
             raise truncated(self._shards[shard].name, start, start + size, available)
-
-
-class StorageFile(PositionedFile):
-    """The only shard of a storage as a file for another thread; each read asks for a range."""
-
-    def __init__(self, storage: Storage, loop: asyncio.AbstractEventLoop) -> None:
-        """At the beginning of the shard.
-
-        Args:
-            storage: of one shard.
-            loop: the event loop that it is used from.
-        """
-        super().__init__(storage.shards[0].size_bytes)
-        self._storage = storage
-        self._loop = loop
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read a range into the buffer.
-
-        Raises:
-            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
-        """
-        start, stop = self._position, min(self._position + len(buffer), self._num_bytes)
-        if start >= stop:
-            return 0
-        piece = np.frombuffer(buffer, np.uint8)[: stop - start]
-        reading = self._storage.read(Reads.into([piece], [0], [start]))
-        try:
-            asyncio.run_coroutine_threadsafe(reading, self._loop).result()
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        self._position = stop
-        return stop - start

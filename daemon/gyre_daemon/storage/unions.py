@@ -19,11 +19,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gyre_daemon.runtime.threads import Flow, compute
-from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage, stream_by_reads
+from gyre_daemon.storage.base import Delays, ReadPlan, Reads, ShardBounds, Storage, stream_by_reads
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.delays import Delays
-from gyre_daemon.storage.file_table import FileTable, Integers, Texts, starts_of
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard import FileTable, Integers, Shard, Texts, starts_of
 
 _NAME = "files"  # of the one shard
 

@@ -34,7 +34,7 @@ from gyre_daemon.transforms.messages import (
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import TransformWorkers
-from gyre_daemon.workers.exchange import ExchangeRoom
+from gyre_daemon.workers.compute_workers import ExchangeRoom
 
 # Memory of samples being read and transformed, of all jobs; it is not part of any budget.
 # Less would leave processes idle while a slow storage is read.

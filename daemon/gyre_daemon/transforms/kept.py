@@ -27,14 +27,14 @@ from gyre_daemon.datasets.formats import (
 )
 from gyre_daemon.datasets.formats.sample_table import located_bounds
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.planner import NO_SAMPLES
-from gyre_daemon.order.shuffle.blocks import (
+from gyre_daemon.order.block_order import (
     BlockTable,
     BlockTables,
     blocks_of_equal_samples,
     blocks_that_begin_at,
 )
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.messages import Step

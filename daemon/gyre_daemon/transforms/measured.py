@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.sample_table import located_bounds
-from gyre_daemon.order.shuffle.blocks import BlockTable
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.block_order import BlockTable
+from gyre_daemon.order.permutation import Int64Array
 
 Lengths = npt.NDArray[np.int32]
 

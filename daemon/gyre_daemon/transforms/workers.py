@@ -20,8 +20,13 @@ from gyre_daemon.transforms.messages import (
     Done,
     Kind,
 )
-from gyre_daemon.workers.compute_workers import ComputeServer, ComputeWorkers, Task, WorkerLost
-from gyre_daemon.workers.exchange import Exchange
+from gyre_daemon.workers.compute_workers import (
+    ComputeServer,
+    ComputeWorkers,
+    Exchange,
+    Task,
+    WorkerLost,
+)
 
 # To load a chain's classes may take that long: libraries of users import others for seconds.
 _MIN_LOAD_S = 60.0
@@ -86,7 +91,7 @@ class TransformWorkers:
             return Described(f"the transforms and fields take more than {MAX_PACKET_BYTES} bytes")
         reason = ""
         for _ in range(2):  # a process may have been ended for another reason
-            async with self._workers.line.turn(flow, self._described_in_s):
+            async with self._workers.line.turn_of(Claims(flow, 0), self._described_in_s):
                 began_s = time.monotonic()
                 answer, reason = await self._ask(packet, max(self._deadline_s, _MIN_LOAD_S))
                 took_s = min(time.monotonic() - began_s, _MOST_DESCRIBED_IN_S)

@@ -6,9 +6,9 @@ Only a daemon starts it: see `supervisor.ForkServer`.
 import socket
 import sys
 
-from gyre_daemon.workers.computing import ComputeWork
-from gyre_daemon.workers.copying import CopyWork
-from gyre_daemon.workers.process import serve
+from gyre_daemon.workers.compute_workers import ComputeWork
+from gyre_daemon.workers.copy_workers import CopyWork
+from gyre_daemon.workers.supervisor import serve
 
 if __name__ == "__main__":
     work = CopyWork() if sys.argv[1] == "copy" else ComputeWork()

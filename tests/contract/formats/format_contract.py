@@ -26,7 +26,7 @@ from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.fetching.layout import max_batch_bytes
-from gyre_daemon.storage.patterns import patterns_of
+from gyre_daemon.storage.location import patterns_of
 from gyre_daemon.storage.shard import Shard
 
 from tests.shard_formats import shard_format

@@ -19,7 +19,7 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.listed import ManifestFormat
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_daemon.storage.shard import FileTable, Texts
 
 from tests.conftest import S3Server, StartDaemon
 from tests.contract.formats.format_contract import IndexContract, Sample

@@ -28,9 +28,9 @@ from gyre_daemon.errors import (
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.shard import FileTable, Texts
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.conftest import S3Server

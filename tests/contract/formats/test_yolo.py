@@ -20,7 +20,7 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.listed import DescribedFormat, Manifest
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_daemon.storage.shard import FileTable, Texts
 from gyre_media.yolo import labels_path
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc

@@ -11,12 +11,12 @@ import pytest
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
+from gyre_daemon.storage import local
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine import remote
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.local import local
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 from tests.contract.places import GUARD, Place, Targets, first_of, noise, openers, run

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.runtime.threads import Claims, Flow
-from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.delays import Delays
-from gyre_daemon.storage.engine.admission import AdmissionQueue
-from gyre_daemon.storage.response import Response, response_from_error
-from gyre_daemon.storage.source import OnResponse
+from gyre_daemon.storage.base import Delays, Reads
+from gyre_daemon.storage.engine.endpoint import AdmissionQueue
+from gyre_daemon.storage.response import OnResponse, Response, response_from_error
 
 from tests.contract.storage.engine import DATA, JOB, Asked, Engine, ScriptedSource, play, until
 

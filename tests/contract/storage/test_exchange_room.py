@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.threads import Claims, Flow
-from gyre_daemon.workers.exchange import ExchangeRoom
+from gyre_daemon.workers.compute_workers import ExchangeRoom
 
 MIB = 1 << 20
 

@@ -4,11 +4,10 @@ import asyncio
 from typing import cast
 
 import pytest
-from gyre_daemon.storage.response import Response
-from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.response import Response, Source
 from gyre_daemon.storage.sources import plain_http
-from gyre_daemon.storage.sources.http_options import take_http_options
-from gyre_daemon.storage.sources.plain_http import ConnectionBudget, PlainSource
+from gyre_daemon.storage.sources.http_source import PlainSource, take_http_options
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
 from tests.contract.places import noise, run
 from tests.contract.storage.objects import ObjectServer

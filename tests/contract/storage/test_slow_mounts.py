@@ -16,10 +16,9 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.latency import FAST_S, SLOW_S, Latency
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.mounts import FAST_S, MOUNTS, SLOW_S, Latency
+from gyre_daemon.storage.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, take_checksums
 from tests.fuse_folder import FuseFolder, why_not

@@ -16,13 +16,12 @@ import pytest
 from gyre_daemon.errors import CorruptSample, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage import checksums
+from gyre_daemon.storage import beneath, local
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.local import local
-from gyre_daemon.storage.local.local import LocalStorage
+from gyre_daemon.storage.local import LocalStorage
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, take_checksums
 
@@ -48,7 +47,7 @@ def opener() -> Iterator[Callable[[str], Coroutine[Any, Any, Storage]]]:
 
 @pytest.fixture
 def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(beneath, "BLOCK_BYTES", BLOCK)
     path = tmp_path / "0.bin"
     path.write_bytes(DATA)
     return path

@@ -15,9 +15,8 @@ import pytest
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from gyre_daemon.errors import ConfigError, NotAllowed
-from gyre_daemon.storage.sources.http_options import take_http_options
+from gyre_daemon.storage.sources.http_source import PlainSource, take_http_options
 from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
-from gyre_daemon.storage.sources.plain_http import PlainSource
 
 from tests.certificates import Authority, self_signed
 from tests.contract.places import Place, Targets, noise, run, unique

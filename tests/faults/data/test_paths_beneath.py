@@ -16,7 +16,7 @@ from gyre_client.errors import NotAllowed as Refused
 from gyre_daemon.errors import NotAllowed, ShardMissing
 from gyre_daemon.storage import beneath
 from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, Root
-from gyre_daemon.storage.local.listing import list_files, stat_shard
+from gyre_daemon.storage.listing import list_files, stat_shard
 
 from tests.conftest import StartDaemon
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import gyre_client as gyre
 import numpy as np
 import pytest
-from gyre_daemon.runtime.connections import MAX_STRANGERS
+from gyre_daemon.runtime.limits import MAX_STRANGERS
 
 from tests.conftest import Daemon, StartDaemon
 from tests.secure_daemons import free_port

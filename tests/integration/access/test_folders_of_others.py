@@ -19,8 +19,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.listen import SocketClaim, UnixAddress
 from gyre_daemon.runtime.ownership import NotOurs, check_folder, make_folder, open_ours
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.cache.disk import open_disk_cache
+from gyre_daemon.storage.cache.blocks import BlockMap, open_disk_cache
 from gyre_daemon.storage.shard import Shard
 
 from tests.conftest import StartDaemon

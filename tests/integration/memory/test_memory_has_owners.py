@@ -19,9 +19,8 @@ from gyre_client import Loader
 from gyre_client.errors import CorruptSample
 from gyre_daemon.access.principal import peer_principal
 from gyre_daemon.memory import sidechannel
-from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, Slot
+from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, FileWatch, Slot
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.memfile import FileWatch
 from gyre_daemon.memory.share import divide
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor

@@ -15,8 +15,7 @@ import pytest
 from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.workers import copy_workers as pool
 from gyre_daemon.workers import supervisor
-from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
-from gyre_daemon.workers.copying import Ranges
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges, new_key
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -16,11 +16,11 @@ async def _serve(
 ) -> list[tuple[Flow, float, int]]:
     """The order in which turns are granted, one at a time, when all are waited for already."""
     blocker = Flow("blocker")
-    await queue.acquire(blocker, 1)
+    await queue.acquire(Claims(blocker, 0), 1)
     granted: list[tuple[Flow, float, int]] = []
 
     async def one(flow: Flow, cost: float, urgency: int) -> None:
-        async with queue.turn(flow, cost, urgency):
+        async with queue.turn_of(Claims(flow, urgency), cost):
             granted.append((flow, cost, urgency))
 
     async with asyncio.TaskGroup() as group:
@@ -74,7 +74,7 @@ def test_an_idle_flow_earns_no_credit() -> None:
     async def run() -> list[str]:
         queue, early, late = FairQueue(1), Flow("early"), Flow("late")
         for _ in range(50):
-            async with queue.turn(early, 1):
+            async with queue.turn_of(Claims(early, 0), 1):
                 pass
         return [
             flow.name
@@ -90,7 +90,7 @@ def test_an_idle_flow_earns_no_credit() -> None:
 def test_turns_are_bounded_and_the_bound_can_change() -> None:
     async def run() -> None:
         queue, flow = FairQueue(2), Flow("job")
-        waiting = [asyncio.create_task(queue.acquire(flow, 1)) for _ in range(6)]
+        waiting = [asyncio.create_task(queue.acquire(Claims(flow, 0), 1)) for _ in range(6)]
         await asyncio.sleep(0)
         assert (queue.num_taken, queue.num_waiting) == (2, 4)
         queue.resize(5)
@@ -110,15 +110,15 @@ def test_turns_are_bounded_and_the_bound_can_change() -> None:
 def test_a_cancelled_waiter_does_not_block_the_queue() -> None:
     async def run() -> None:
         queue, flow = FairQueue(1), Flow("job")
-        await queue.acquire(flow, 1)
-        leaving = asyncio.create_task(queue.acquire(flow, 1))
+        await queue.acquire(Claims(flow, 0), 1)
+        leaving = asyncio.create_task(queue.acquire(Claims(flow, 0), 1))
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         queue.release()
         async with asyncio.timeout(10):
-            await queue.acquire(flow, 1)
-        granted_and_cancelled = asyncio.create_task(queue.acquire(flow, 1))
+            await queue.acquire(Claims(flow, 0), 1)
+        granted_and_cancelled = asyncio.create_task(queue.acquire(Claims(flow, 0), 1))
         await asyncio.sleep(0)
         queue.release()  # grants it, before it runs
         granted_and_cancelled.cancel()
@@ -189,7 +189,7 @@ def test_what_several_jobs_need_is_done_once_at_the_first_of_their_turns() -> No
             done.append(name)
 
     async def scene() -> None:
-        await queue.acquire(slow, 1.0)
+        await queue.acquire(Claims(slow, 0), 1.0)
         claims = {name: Claims(slow, urgency) for urgency, name in enumerate("abcde")}
         tasks = {name: asyncio.create_task(one(name, its)) for name, its in claims.items()}
         await asyncio.sleep(0)

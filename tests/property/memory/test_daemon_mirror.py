@@ -15,9 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.cache import disk as mirrors
-from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.cache.disk import BLOCKS_SUFFIX, JOURNAL_SUFFIX, Mirror, open_disk_cache
+from gyre_daemon.storage.cache import blocks as mirrors
+from gyre_daemon.storage.cache.blocks import (
+    BLOCKS_SUFFIX,
+    JOURNAL_SUFFIX,
+    BlockMap,
+    Mirror,
+    open_disk_cache,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gyre_daemon.storage import local
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.local import local
-from gyre_daemon.storage.local.listing import stat_shard
-from gyre_daemon.storage.local.local import ReadAhead, blocks, is_mapped_in_memory
-from gyre_daemon.storage.local.open_files import OpenShard, OpenShards
+from gyre_daemon.storage.listing import stat_shard
+from gyre_daemon.storage.local import OpenShard, OpenShards, ReadAhead, blocks, is_mapped_in_memory
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import scipy
-from gyre_daemon.order.shuffle.block_order import (
+from gyre_daemon.order.block_order import (
     BlockOrder,
-    default_io_block_bytes,
-    default_window_blocks,
-)
-from gyre_daemon.order.shuffle.blocks import (
     BlockTable,
     blocks_of_equal_samples,
     blocks_of_unequal_samples,
+    default_io_block_bytes,
+    default_window_blocks,
 )
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,11 +8,14 @@ from gyre_daemon.order.mixture import (
     Mixture,
     MixturePlanner,
     MixtureState,
+    Quotas,
+    apportioned,
     check_mixture,
     planner_for,
+    whole_weights,
 )
 from gyre_daemon.order.planner import Order
-from gyre_daemon.order.quotas import Phase, Quotas, apportioned, whole_weights
+from gyre_daemon.order.steps import Phase
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from gyre_daemon.order.shuffle.permutation import (
+from gyre_daemon.order.permutation import (
     ALGORITHM_VERSION,
     MAX_SAMPLES,
     Permutation,

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixture import check_ranks
+from gyre_daemon.order.permutation import MAX_SAMPLES, Permutation, epoch_key
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
-from gyre_daemon.order.shuffle.permutation import MAX_SAMPLES, Permutation, epoch_key
 from gyre_daemon.order.steps import EpochOrder
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import scipy
-from gyre_daemon.order.shuffle.permutation import (
+from gyre_daemon.order.permutation import (
     Permutation,
     _FeistelNetwork,
     _TabledRounds,

@@ -9,8 +9,7 @@ from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.cursor import Cursor, decode_cursor, skipping
 from gyre_daemon.order.mixture import MixtureState, planner_for
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
-from gyre_daemon.order.quotas import Phase
-from gyre_daemon.order.steps import SkippedSteps, Stage, batch_of, before, step_of, steps_of
+from gyre_daemon.order.steps import Phase, SkippedSteps, Stage, batch_of, before, step_of, steps_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
+from gyre_daemon.order.block_order import BlockTable, blocks_of_equal_samples
 from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail
-from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_of_equal_samples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 

@@ -12,8 +12,8 @@ from gyre_daemon.datasets.cost import (
     in_units,
 )
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex
+from gyre_daemon.order.block_order import BlockTable, blocks_of_unequal_samples
 from gyre_daemon.order.planner import Order
-from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_of_unequal_samples
 from gyre_daemon.storage.shard import Shard
 
 from tests.shard_formats import shard_format

@@ -5,6 +5,12 @@ import random
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gyre_daemon.order.block_order import (
+    blocks_of_equal_samples,
+    blocks_of_unequal_samples,
+    default_io_block_bytes,
+    default_window_blocks,
+)
 from gyre_daemon.order.planner import (
     BatchPlanner,
     Order,
@@ -14,8 +20,6 @@ from gyre_daemon.order.planner import (
     batch_quality,
     expected_quality,
 )
-from gyre_daemon.order.shuffle.block_order import default_io_block_bytes, default_window_blocks
-from gyre_daemon.order.shuffle.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
 
 N, G = 200_000, 256
 

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from gyre_daemon.runtime.connections import (
-    MAX_STRANGERS,
-    Connections,
-    own_bytes,
-    own_limit_bytes,
-)
+from gyre_daemon.runtime.limits import MAX_STRANGERS, Connections, own_bytes, own_limit_bytes
 
 GIB = 1 << 30
 SHORT_S, LONG_S = 20.0, 31.0

@@ -3,7 +3,7 @@
 import resource
 
 from gyre_daemon.runtime.limits import DescriptorShares
-from gyre_daemon.storage.engine.limit import AdaptiveLimit
+from gyre_daemon.storage.engine.policies import AdaptiveLimit
 from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
 

@@ -7,9 +7,8 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from gyre_daemon.memory.arenas import Arena
+from gyre_daemon.memory.arenas import Arena, FileWatch
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.memfile import FileWatch
 
 NUM_BYTES = 1 << 20
 

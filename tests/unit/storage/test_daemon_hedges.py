@@ -4,8 +4,13 @@ import random
 from unittest.mock import Mock
 
 from gyre_daemon.runtime.threads import NO_JOB, Flow
-from gyre_daemon.storage.engine.hedges import Hedges, most_needed_first
-from gyre_daemon.storage.engine.request import Attempt, CredentialRefresh, RangeRequest
+from gyre_daemon.storage.engine.policies import (
+    Attempt,
+    CredentialRefresh,
+    Hedges,
+    RangeRequest,
+    most_needed_first,
+)
 from gyre_daemon.storage.response import ByteRange
 from gyre_daemon.storage.shard import Shard
 

@@ -1,7 +1,7 @@
 """What counts as a name on the index pages of web servers."""
 
 import pytest
-from gyre_daemon.storage.sources.web_files import Page, names_on
+from gyre_daemon.storage.sources.http_source import Page, names_on
 
 NGINX = """<html><head><title>Index of /d/</title></head><body><h1>Index of /d/</h1><hr><pre>
 <a href="../">../</a>

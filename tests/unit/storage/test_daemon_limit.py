@@ -1,6 +1,6 @@
 """The adaptive limit grows by trying, shrinks when throttled, and recovers."""
 
-from gyre_daemon.storage.engine.limit import AdaptiveLimit
+from gyre_daemon.storage.engine.policies import AdaptiveLimit
 
 
 def play(

@@ -1,6 +1,6 @@
 """The retry budget, and the pauses before retries."""
 
-from gyre_daemon.storage.engine.limit import RetryBudget, pause_s
+from gyre_daemon.storage.engine.policies import RetryBudget, pause_s
 
 
 def known(reserve: int) -> RetryBudget:

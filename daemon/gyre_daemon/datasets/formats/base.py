@@ -93,7 +93,7 @@ from gyre_daemon.datasets.formats.field_spec import (
     stored_fields,
 )
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.shuffle.blocks import BlockTable
+from gyre_daemon.order.block_order import BlockTable
 from gyre_daemon.storage.shard import Shard
 
 __all__ = [

@@ -43,13 +43,13 @@ from gyre_daemon.datasets.formats.field_spec import is_servable
 from gyre_daemon.datasets.formats.sample_table import RaggedBounds, json_of
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.shuffle.blocks import (
+from gyre_daemon.order.block_order import (
     BlockTable,
     BlockTables,
     blocks_of_unequal_samples,
     blocks_that_begin_at,
 )
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 # The most that a decoded chunk may have. It is in memory as a whole, once in the process that

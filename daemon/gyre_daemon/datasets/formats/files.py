@@ -30,7 +30,7 @@ from gyre_daemon.datasets.formats.field_spec import (
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_daemon.storage.shard import FileTable, Texts
 
 # The names of classes are part of a dataset's description, which is one message.
 _MAX_CHARS = 1 << 20

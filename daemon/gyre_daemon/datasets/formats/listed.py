@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import SampleIndex
-from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_daemon.storage.shard import FileTable, Texts
 
 
 @dataclass(frozen=True, slots=True)

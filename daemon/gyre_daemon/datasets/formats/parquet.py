@@ -39,8 +39,7 @@ from gyre_daemon.datasets.formats.schemas import (
 )
 from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.runtime.positioned import PositionedFile
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard import PositionedFile, Shard
 
 if TYPE_CHECKING:
     from gyre_daemon.datasets.formats.arrow_rows import ServedColumn

@@ -42,7 +42,7 @@ from gyre_daemon.datasets.formats.values import (
     check_text,
     parse_integer,
 )
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 
 _EXTENDED_TYPES = (
     tarfile.GNUTYPE_LONGNAME,

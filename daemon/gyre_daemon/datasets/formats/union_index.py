@@ -41,8 +41,8 @@ from gyre_daemon.datasets.formats.schemas import (
     union_field,
 )
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_that_begin_at
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.block_order import BlockTable, BlockTables, blocks_that_begin_at
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 _BOOL = np.dtype(np.bool_)

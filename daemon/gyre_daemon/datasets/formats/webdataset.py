@@ -38,7 +38,7 @@ from gyre_daemon.datasets.formats.tar_shards import (
     scan_tar,
 )
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 _NAMES_ARE_TAKEN = f"{TAKEN}; name the other `fields` to serve, or rename it: `NAME=EXTENSION`"

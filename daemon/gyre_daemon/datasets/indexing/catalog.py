@@ -39,14 +39,14 @@ from gyre_daemon.datasets.packing import pack
 from gyre_daemon.datasets.shard_worker import CheckMedia
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, NotAllowed, UnknownDataset
-from gyre_daemon.order.mixture import MixedSource, Mixture, source_seed
+from gyre_daemon.order.mixture import MixedSource, Mixture, source_seed, whole_weights
 from gyre_daemon.order.planner import NO_SAMPLES
-from gyre_daemon.order.quotas import Phase, whole_weights
+from gyre_daemon.order.steps import Phase
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import redact
-from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.sources.fsspec_drivers import CLASS, allow_scheme
 from gyre_daemon.storage.unions import MixedStorage
 from gyre_daemon.workers.compute_workers import ComputeServer

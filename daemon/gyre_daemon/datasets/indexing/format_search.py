@@ -15,11 +15,10 @@ from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, l
 from gyre_daemon.datasets.known_formats import FORMATS, SINGLE_FILES, make_format
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.location import Location
+from gyre_daemon.storage.location import Location, is_beside, matches_any, no_match
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.opening.shard_files import read_ranges
-from gyre_daemon.storage.patterns import is_beside, matches_any, no_match
+from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.shard_files import read_ranges
 
 _MAX_HEADS = 16  # files whose first bytes are read
 _MAX_FOLDERS = 16  # searched for a message

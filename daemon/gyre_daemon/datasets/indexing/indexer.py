@@ -75,14 +75,13 @@ from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.cache.cached import CachedStorage
-from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
+from gyre_daemon.storage.listing import stat_shard
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.opening.shard_files import read_ranges
+from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard_files import read_ranges
 from gyre_daemon.storage.unions import ConcatenatedFiles
 from gyre_daemon.workers.compute_workers import ComputeServer
 

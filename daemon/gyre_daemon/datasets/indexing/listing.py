@@ -31,12 +31,10 @@ from gyre_daemon.datasets.scanning import Scanner, ScanProcesses
 from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.file_table import FileTable, Texts
-from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.opening.shard_files import read_ranges
-from gyre_daemon.storage.patterns import check_one_tree
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.location import Location, check_one_tree
+from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.shard import FileTable, Shard, Texts
+from gyre_daemon.storage.shard_files import read_ranges
 from gyre_daemon.storage.unions import ConcatenatedFiles
 
 _AT_ONCE = 2  # each may take the memory of one process

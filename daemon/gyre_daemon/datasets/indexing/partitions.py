@@ -20,9 +20,14 @@ from gyre_daemon.datasets.formats.union_index import IndexedField
 from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.patterns import check_one_tree, is_beside, matches_any, patterns_of
+from gyre_daemon.storage.location import (
+    Location,
+    check_one_tree,
+    is_beside,
+    matches_any,
+    patterns_of,
+)
+from gyre_daemon.storage.opener import StorageOpener
 
 _MAGIC = re.compile(r"[*?\[]")
 _PARTITION = re.compile(r"([^=/]+)=([^/]*)")

@@ -21,9 +21,9 @@ from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ShardMissing
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.opening.shard_files import read_ranges
+from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard_files import read_ranges
 
 # Up to this many local shards are probed at every opening. That takes less time than to write a
 # sidecar; with more of them, the second opening of a large dataset would be slower.

@@ -22,10 +22,9 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opening.opener import StorageOpener, stat_local
-from gyre_daemon.storage.opening.shard_files import read_ranges
-from gyre_daemon.storage.patterns import check_one_set, matches_any
+from gyre_daemon.storage.location import Location, check_one_set, matches_any
+from gyre_daemon.storage.opener import StorageOpener, stat_local
+from gyre_daemon.storage.shard_files import read_ranges
 
 _FORMAT_OF_LISTS = "webdataset"
 # A list is parsed as a whole; the names and numbers of a million shards take about as much.

@@ -23,8 +23,8 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.measuring.shared_work import SharedWork, WorkByKey
 from gyre_daemon.fetching.portions import Staging
-from gyre_daemon.order.shuffle.blocks import BlockTable
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.block_order import BlockTable
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow, compute

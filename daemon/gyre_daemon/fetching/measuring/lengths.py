@@ -27,13 +27,12 @@ from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.measuring.columns import ColumnReader
 from gyre_daemon.fetching.measuring.shared_work import SharedWork, WorkByKey
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES
-from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
-from gyre_daemon.storage.base import Draws
+from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.transforms.measured import Lengths

@@ -26,8 +26,7 @@ from gyre_daemon.fetching.measuring.lengths import (
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor
-from gyre_daemon.storage.base import Draws
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import STEP as CACHE
 from gyre_daemon.transforms.kept import KeptDataset

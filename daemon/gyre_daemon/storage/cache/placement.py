@@ -21,8 +21,14 @@ import numpy.typing as npt
 
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.storage.base import NextUse, Reads, Storage
-from gyre_daemon.storage.cache.blocks import BlockMap, BlockMemory, Cell, Integers, whole_pages
-from gyre_daemon.storage.cache.disk import Mirror
+from gyre_daemon.storage.cache.blocks import (
+    BlockMap,
+    BlockMemory,
+    Cell,
+    Integers,
+    Mirror,
+    whole_pages,
+)
 
 NEVER = (1 << 63) - 1
 

@@ -26,11 +26,9 @@ from gyre_daemon.runtime.threads import NO_JOB, Flow
 from gyre_daemon.storage.base import MAX_GAP_BYTES, STREAM_CHUNK_BYTES, ReadPlan, Reads, ShardBounds
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import Endpoint
-from gyre_daemon.storage.engine.limit import pause_s
-from gyre_daemon.storage.engine.request import CredentialRefresh, RangeRequest
-from gyre_daemon.storage.response import Body, ByteRange
+from gyre_daemon.storage.engine.policies import CredentialRefresh, RangeRequest, pause_s
+from gyre_daemon.storage.response import Body, ByteRange, Source
 from gyre_daemon.storage.shard import UNKNOWN, Shard, Validators, changed, is_same
-from gyre_daemon.storage.source import Source
 
 # `ctypes.memmove` gives up the interpreter's lock, and waits for it among all threads that read.
 _memmove = ctypes.PyDLL(None).memmove

@@ -27,17 +27,17 @@ from fsspec.utils import glob_translate
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.storage.location import Location, redact
-from gyre_daemon.storage.response import Response, describe
-from gyre_daemon.storage.source import OnResponse, SentRequest
-from gyre_daemon.storage.sources.http_options import (
+from gyre_daemon.storage.response import OnResponse, Response, SentRequest, describe
+from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
     MAX_REDIRECTS,
     HttpOptions,
+    PlainSource,
     RedirectPolicy,
     Refused,
     host_of,
 )
-from gyre_daemon.storage.sources.plain_http import ConnectionBudget, PlainSource
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
 # The hub counts requests in windows of five minutes, so a minute's worth may be asked at once.
 _BURST_S = 60.0

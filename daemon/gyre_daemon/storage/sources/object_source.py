@@ -22,11 +22,17 @@ from gyre_daemon.config.tables import hide
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.location import endpoints_in, redact
-from gyre_daemon.storage.response import Response, no_listing, response_from_error
+from gyre_daemon.storage.response import (
+    OnResponse,
+    Response,
+    SentRequest,
+    Source,
+    no_listing,
+    response_from_error,
+)
 from gyre_daemon.storage.shard import Validators
-from gyre_daemon.storage.source import OnResponse, SentRequest, Source
-from gyre_daemon.storage.sources.http_options import HttpOptions
-from gyre_daemon.storage.sources.plain_http import ConnectionBudget, PlainSource
+from gyre_daemon.storage.sources.http_source import HttpOptions, PlainSource
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver

@@ -1,30 +1,28 @@
-"""Objects that are read by our own HTTP client: web servers', and those of S3.
+"""Our own HTTP client: the connections to a host, and one request on each.
 
 It speaks HTTP/1.1, with TLS or without, on connections that stay open, and takes a third of the
 processor time of a general client. RFC 9110 and 9112, as far as a GET with one range or a HEAD
 goes: a response has a `Content-Length`, or its connection is not used again. Proxies are left to
 the general client.
-
-The storage's own driver signs a URL for each object, with credentials wherever they come from, and
-ranges of that URL are read. So nothing here knows how a request is signed.
 """
 
 import asyncio
-import contextlib
-import functools
 import mmap
 import re
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol, cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
-from gyre_daemon.storage.response import Body, Response, response_from_error, untrusted
-from gyre_daemon.storage.source import OnResponse, SentRequest, Source
-from gyre_daemon.storage.sources.http_options import MAX_REDIRECTS, HttpOptions, Refused
+from gyre_daemon.storage.response import (
+    Body,
+    OnResponse,
+    Response,
+    untrusted,
+)
 
 _END = b"\r\n\r\n"
 _FIELD = re.compile(
@@ -54,11 +52,6 @@ _MAX_SIZE_DIGITS = 18
 # it in pieces that the system never gets back: 23 MiB beside a cache of 24. Mapping a shorter body
 # takes more time than copying it once more.
 _MIN_MAPPED_BYTES = 64 << 10
-
-_SIGN_AGAIN_S = 1800.0  # half of a signature's life
-_MAX_TARGETS = 1 << 16  # objects whose signed URLs are kept, of some 500 bytes each
-
-Sign = Callable[[str], Awaitable[str]]
 
 
 class ConnectionPool(Protocol):
@@ -472,178 +465,3 @@ def _seconds(text: bytes) -> float:
 def _is_number(text: bytes) -> bool:
     """Whether these are digits, as many as a size can have; `int` refuses thousands of them."""
     return text.isdigit() and len(text) <= _MAX_SIZE_DIGITS
-
-
-class PlainSource:
-    """Reads objects over HTTP or HTTPS; see `Source`.
-
-    The first redirect of an object that may be followed holds for all later requests for it, until
-    its URL is signed again.
-    """
-
-    def __init__(
-        self,
-        general: Source | None,
-        sign: Sign,
-        budget: ConnectionBudget,
-        options: HttpOptions,
-        headers: Callable[[str], str] = lambda _: "",
-    ) -> None:
-        """Read what `sign` knows URLs for.
-
-        Args:
-            general: the client whose credentials sign; None if there is none.
-            sign: returns an object's signed URL.
-            budget: of connections.
-            options: which redirects are followed, and whose certificates are trusted.
-            headers: takes a URL and returns further lines of the header of its requests, such as
-                credentials; it is asked again for where a redirect leads.
-        """
-        self._headers = headers
-        self._general = general
-        self._sign = sign
-        self._budget = budget
-        self._loop = asyncio.get_running_loop()
-        self._targets: dict[str, _SignedTarget] = {}  # by path
-        self._hosts: dict[str, PlainHttp] = {}  # by scheme and network location
-        self._options = options
-
-    def connect(self, url: SplitResult, num_connections: int) -> None:
-        """Open the first connections to a host."""
-        self._host(url).connect(min(num_connections, self._budget.num_left))
-
-    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
-        """See `Source.get`."""
-        range_text = b"Range: bytes=%d-%d\r\n\r\n" % (start, stop - 1)
-        get = HttpGet(b"", stop - start, on_response, range_text=range_text)
-        return self._send(path, get)
-
-    async def head(self, path: str) -> tuple[Response, str]:
-        """The size and the etag of an object, and the URL that told them, after redirects."""
-        arrived: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-        def answer(response: Response) -> None:
-            if not arrived.done():
-                arrived.set_result(response)
-
-        get = HttpGet(b"", 0, answer, is_head=True, range_text=b"\r\n")
-        self._send(path, get)
-        try:
-            return await arrived, get.url
-        finally:
-            get.cancel()
-
-    def _send(self, path: str, get: HttpGet) -> HttpGet:
-        target = self._targets.get(path)
-        if target is None or target.until < self._loop.time():
-            if len(self._targets) >= _MAX_TARGETS:
-                del self._targets[next(iter(self._targets))]
-            target = self._targets[path] = _SignedTarget(self._loop.time() + _SIGN_AGAIN_S)
-            target.task = self._loop.create_task(self._prepare(target, path))
-        if target.host:
-            target.send(get)
-        else:
-            target.waiting.append(get)
-        return get
-
-    def refresh(self, status: int) -> None:
-        """See `Source.refresh`."""
-        if self._general:
-            self._general.refresh(status)
-        self._targets.clear()
-
-    def forget(self, path: str) -> None:
-        """Sign an object again for its next request; reads that wait for its URL go on."""
-        self._targets.pop(path, None)
-
-    def close(self) -> None:
-        """See `Source.close`."""
-        _close_all(self._targets.values(), self._hosts.values())
-
-    def __del__(self) -> None:
-        """Close connections when no dataset reads any more, in whatever thread that is noticed."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            targets, hosts = [*self._targets.values()], [*self._hosts.values()]
-            self._loop.call_soon_threadsafe(_close_all, targets, hosts)
-
-    async def _prepare(self, target: "_SignedTarget", path: str) -> None:
-        try:
-            url = await self._sign(path)
-        except Exception as error:
-            self._targets.pop(path, None)
-            refused = Response(0, refused=str(error)) if isinstance(error, Refused) else None
-            for get in target.waiting:
-                if get.on_response:
-                    get.on_response(refused or response_from_error(error))
-            return
-        target.on_redirect = functools.partial(self._redirected, target)
-        target.turn_to(url, self._host(urlsplit(url)), self._headers(url))
-        for get in target.waiting:
-            if get.on_response:
-                target.send(get)
-        target.waiting.clear()
-        target.task = None
-
-    def _redirected(self, target: "_SignedTarget", get: HttpGet, response: Response) -> None:
-        """Send a request again to where it was redirected, or answer why not."""
-        get.num_redirects += 1
-        try:
-            if get.num_redirects > MAX_REDIRECTS:
-                raise Refused(f"it was redirected {MAX_REDIRECTS} times, which is probably a loop")
-            url = self._options.redirects.follow(get.url, response.location)
-        except Refused as refused:
-            response.refused = str(refused)
-            if get.on_response:
-                get.on_response(response)
-            return
-        target.turn_to(url, self._host(urlsplit(url)), self._headers(url))
-        target.send(get)
-
-    def _host(self, url: SplitResult) -> PlainHttp:
-        where = f"{url.scheme}://{url.netloc}"
-        if where not in self._hosts:
-            self._hosts[where] = PlainHttp(
-                url, self._budget, self._options.tls if url.scheme == "https" else None
-            )
-        return self._hosts[where]
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _SignedTarget:
-    """The beginning of each request for one object, up to its range; valid until `until`."""
-
-    until: float
-    url: str = ""
-    text: bytes = b""
-    on_redirect: Callable[[HttpGet, Response], None] | None = None
-    host: PlainHttp | None = None  # once it is signed
-    waiting: list[HttpGet] = field(default_factory=list)
-    task: asyncio.Task[None] | None = None
-
-    def turn_to(self, url: str, host: PlainHttp, headers: str) -> None:
-        """Send requests to this URL from now on."""
-        parts = urlsplit(url)
-        where = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-        netloc = parts.netloc.rpartition("@")[2]
-        fields = "User-Agent: gyre\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
-        text = f" {where} HTTP/1.1\r\nHost: {netloc}\r\n{fields}{headers}"
-        self.url, self.text, self.host = url, text.encode("latin-1"), host
-
-    def send(self, get: HttpGet) -> None:
-        """Send a request for the object."""
-        method = b"HEAD" if get.is_head else b"GET"
-        get.text, get.url, get.on_redirect = (
-            method + self.text + get.range_text,
-            self.url,
-            self.on_redirect,
-        )
-        assert self.host
-        self.host.send(get)
-
-
-def _close_all(targets: Iterable[_SignedTarget], hosts: Iterable[PlainHttp]) -> None:
-    for target in targets:
-        if target.task:
-            target.task.cancel()
-    for host in hosts:
-        host.close()

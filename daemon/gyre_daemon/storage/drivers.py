@@ -21,18 +21,19 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.runtime.threads import in_thread
-from gyre_daemon.storage.file_table import FileTable, Texts
-from gyre_daemon.storage.location import Location, encoded_name, endpoint_name, redact
-from gyre_daemon.storage.patterns import (
+from gyre_daemon.storage.location import (
+    Location,
     check_one_set,
+    encoded_name,
+    endpoint_name,
     matches_any,
     no_match,
     patterns_of,
+    redact,
     without_beside,
 )
-from gyre_daemon.storage.response import access_error, describe, response_from_error, words
-from gyre_daemon.storage.shard import Validators
-from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.response import Source, access_error, describe, response_from_error, words
+from gyre_daemon.storage.shard import FileTable, Texts, Validators
 from gyre_daemon.storage.sources.fsspec_drivers import (
     MAX_READS,
     DriverSource,
@@ -40,11 +41,10 @@ from gyre_daemon.storage.sources.fsspec_drivers import (
     ThreadedFileSystem,
     driver_of,
 )
-from gyre_daemon.storage.sources.http_options import HttpOptions
+from gyre_daemon.storage.sources.http_source import SCHEMES as WEB_SCHEMES
+from gyre_daemon.storage.sources.http_source import HttpOptions, WebFileSystem, check_no_proxy
 from gyre_daemon.storage.sources.hub import HubBudget, HubClient, HubFileSystem
 from gyre_daemon.storage.sources.plain_http import ConnectionBudget
-from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
-from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 
 HUB_SCHEME = "hf"
 
@@ -224,7 +224,7 @@ async def _in_folder(
 async def _check_folder(
     filesystem: AsyncFileSystem, path: str, found: Mapping[str, Any], pattern: str
 ) -> None:
-    """A folder means all of its files, so they must be one dataset; see `splits`."""
+    """A folder means all of its files, so they must be one dataset; see `check_one_set`."""
     shown = redact(path)
     check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
     if not found:

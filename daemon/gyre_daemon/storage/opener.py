@@ -25,30 +25,7 @@ from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.threads import FairExecutor, compute, in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
-from gyre_daemon.storage.engine.remote import RemoteStorage
-from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
-from gyre_daemon.storage.local.listing import (
-    list_all_files,
-    list_folder,
-    list_shards,
-    names_in_folder,
-    stat_files,
-    stat_named,
-)
-from gyre_daemon.storage.local.local import LocalStorage
-from gyre_daemon.storage.local.open_files import OpenFiles
-from gyre_daemon.storage.local.single_files import SingleFiles
-from gyre_daemon.storage.local.thread_reads import SlowReads
-from gyre_daemon.storage.location import (
-    ARCHIVES,
-    Location,
-    archive_of,
-    endpoint_name,
-    relative_names,
-)
-from gyre_daemon.storage.mounts import MOUNTS, Mount
-from gyre_daemon.storage.opening.drivers import (
+from gyre_daemon.storage.drivers import (
     LISTING_DEADLINE_S,
     Drivers,
     Entries,
@@ -59,13 +36,36 @@ from gyre_daemon.storage.opening.drivers import (
     look_again,
     stat_names,
 )
-from gyre_daemon.storage.response import words
-from gyre_daemon.storage.shard import Shard, Validators
-from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
+from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.listing import (
+    list_all_files,
+    list_folder,
+    list_shards,
+    names_in_folder,
+    stat_files,
+    stat_named,
+)
+from gyre_daemon.storage.local import LocalStorage, OpenFiles
+from gyre_daemon.storage.location import (
+    ARCHIVES,
+    Location,
+    archive_of,
+    endpoint_name,
+    relative_names,
+)
+from gyre_daemon.storage.mounts import MOUNTS, Mount
+from gyre_daemon.storage.response import Source, words
+from gyre_daemon.storage.shard import FilePaths, FileShards, FileTable, Shard, Texts, Validators
 from gyre_daemon.storage.sources.fsspec_drivers import ThreadedFileSystem, open_archive
-from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions, take_http_options
+from gyre_daemon.storage.sources.http_source import (
+    CA_FILE,
+    HttpOptions,
+    WebFileSystem,
+    take_http_options,
+)
 from gyre_daemon.storage.sources.hub import HubUnreachable, cached_digest
-from gyre_daemon.storage.sources.web_files import WebFileSystem
+from gyre_daemon.storage.thread_reads import SingleFiles, SlowReads
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.

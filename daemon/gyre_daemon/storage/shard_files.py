@@ -1,4 +1,4 @@
-"""Reads shards while a dataset is opened: whole ones as files, or a few byte ranges."""
+"""Shards as files for threads, whole or by position, and a few byte ranges of shards."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,42 @@ import numpy as np
 from gyre_daemon.errors import first_error
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.local.listing import check_listed, file_error
+from gyre_daemon.storage.listing import check_listed, file_error
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.shard import PositionedFile
+
+
+class StorageFile(PositionedFile):
+    """The only shard of a storage as a file for another thread; each read asks for a range."""
+
+    def __init__(self, storage: Storage, loop: asyncio.AbstractEventLoop) -> None:
+        """At the beginning of the shard.
+
+        Args:
+            storage: of one shard.
+            loop: the event loop that it is used from.
+        """
+        super().__init__(storage.shards[0].size_bytes)
+        self._storage = storage
+        self._loop = loop
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read a range into the buffer.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+        """
+        start, stop = self._position, min(self._position + len(buffer), self._num_bytes)
+        if start >= stop:
+            return 0
+        piece = np.frombuffer(buffer, np.uint8)[: stop - start]
+        reading = self._storage.read(Reads.into([piece], [0], [start]))
+        try:
+            asyncio.run_coroutine_threadsafe(reading, self._loop).result()
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        self._position = stop
+        return stop - start
 
 
 class _StreamFile(io.RawIOBase):

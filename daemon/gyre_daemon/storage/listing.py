@@ -26,18 +26,17 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root
-from gyre_daemon.storage.checksums import Stamp
-from gyre_daemon.storage.file_table import FileTable, Texts
-from gyre_daemon.storage.location import encoded_name, relative_names
-from gyre_daemon.storage.patterns import (
+from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root, Stamp
+from gyre_daemon.storage.location import (
     check_one_set,
     checked_glob,
+    encoded_name,
     no_match,
     patterns_of,
+    relative_names,
     without_beside,
 )
-from gyre_daemon.storage.shard import Shard, changed
+from gyre_daemon.storage.shard import FileTable, Shard, Texts, changed
 
 _MAGIC = frozenset("*?[")
 
@@ -74,7 +73,7 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
         exists = bool(files) or path.exists()
         if is_folder:
             files = without_beside(str(path), files, pattern, lambda file: file.path.name)
-            # a folder means all of its files, so they must be one dataset; see `splits`
+            # a folder means all of its files, so they must be one dataset; see `check_one_set`
             check_one_set(str(path), [file.path.name for file in files], pattern)
         if is_folder and not files and not odd:
             names = [

@@ -1,1 +1,0 @@
-"""Shuffles: keyed permutations, and the order `block`. Pure."""
