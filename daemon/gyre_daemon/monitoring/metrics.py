@@ -434,7 +434,7 @@ class Recorder:
             self._marks.popleft()
 
 
-RequestKind = Literal["read", "list", "stream"]
+RequestKind = Literal["read", "list"]
 # How a request ended. ok: its bytes were used. refused: it was answered with 429 or 503, or could
 # not connect. retried: it failed otherwise and was sent again. hedged: its duplicate was faster.
 # abandoned: no reader waited for it any more. error: it failed for good.

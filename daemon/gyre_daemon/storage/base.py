@@ -17,6 +17,7 @@ of the source, as its order does. So a sample is what a job on that source alone
 the source's seed.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.errors import first_error
 from gyre_daemon.runtime.threads import NO_JOB, Claims, Flow
 from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
 from gyre_daemon.storage.shard import Shard, sizes_of, truncated
@@ -332,12 +334,32 @@ class Storage(Protocol):
 
 
 async def stream_by_reads(storage: Storage, shard: int) -> AsyncIterator[bytes]:
-    """A whole shard from its beginning, by one read for each chunk; see `Storage.stream`."""
+    """A whole shard from its beginning, by one read for each chunk; see `Storage.stream`.
+
+    The next chunk is read while one is used.
+    """
     size = storage.shards[shard].size_bytes
-    for start in range(0, size, STREAM_CHUNK_BYTES):
+
+    async def read(start: int) -> bytes:
         chunk = np.empty(min(STREAM_CHUNK_BYTES, size - start), np.uint8)
-        await storage.read(Reads.into([chunk], [shard], [start]))
-        yield chunk.tobytes()
+        try:
+            await storage.read(Reads.into([chunk], [shard], [start]))
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return chunk.tobytes()
+
+    ahead: asyncio.Task[bytes] | None = None
+    try:
+        for start in range(0, size, STREAM_CHUNK_BYTES):
+            chunk, ahead = await (ahead or read(start)), None
+            following = start + STREAM_CHUNK_BYTES
+            if following < size:
+                ahead = asyncio.create_task(read(following))
+            yield chunk
+    finally:
+        if ahead:
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
 
 
 class ShardBounds:

@@ -36,7 +36,7 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import STREAM_CHUNK_BYTES, ReadPlan, Reads, WritableArena
+from gyre_daemon.storage.base import ReadPlan, Reads, WritableArena, stream_by_reads
 from gyre_daemon.storage.beneath import LocalFile, ShardChecksums, Stamp
 from gyre_daemon.storage.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.listing import file_error
@@ -386,19 +386,9 @@ class LocalStorage:
         if plan.delays:
             plan.delays.storage_s += waited_s
 
-    async def stream(self, shard: int) -> AsyncIterator[bytes]:
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
-        listed, found, num_bytes = self.shards[shard], self._files[shard], 0
-        try:
-            mount = await MOUNTS.of(found.root.folder)
-            async with mount.opened(found.open) as descriptor:
-                while chunk := await mount.run(os.read, descriptor, STREAM_CHUNK_BYTES):
-                    num_bytes += len(chunk)
-                    yield chunk
-        except OSError as error:
-            raise file_error(listed.name, error) from error
-        if num_bytes != listed.size_bytes:
-            raise changed(listed.name)
+        return stream_by_reads(self, shard)
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""

@@ -1,4 +1,4 @@
-"""Reads of local files in threads, and the datasets of which each sample is a file.
+"""Reads of local files in threads, and datasets whose samples are files.
 
 While the mount is fast, a thread reads a whole part of a plan. A part that finds out that the mount
 is slow leaves the rest to a thread for each read, behind the request engine. So these have what

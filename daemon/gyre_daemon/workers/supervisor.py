@@ -21,7 +21,7 @@ ends. The daemon knows each by a descriptor.
 
 A new program gets a copy of all descriptors of the thread that starts it, and the kernel closes
 these copies when the program begins. To close a file of FUSE, even a copy, the kernel asks the
-file's server. So while a mount hangs of which files are open, no program could be started. Programs
+file's server. So while a mount with open files hangs, no program could be started. Programs
 are started by a thread with its own descriptor table, which has no file of any dataset, because it
 was made before one was opened. The event loop's descriptor for signals is missing there, too, so
 the thread takes no signal: while the main thread starts another one, it blocks signals, and the

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 from gyre_daemon.storage.response import Response, Source
-from gyre_daemon.storage.sources import plain_http
+from gyre_daemon.storage.sources import http_source
 from gyre_daemon.storage.sources.http_source import PlainSource, take_http_options
 from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
@@ -105,7 +105,7 @@ def test_a_request_cancelled_before_its_signature_is_not_sent(
 def test_the_number_of_signed_urls_is_bounded(
     object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain_http, "_MAX_TARGETS", 2)
+    monkeypatch.setattr(http_source, "_MAX_TARGETS", 2)
     object_server.objects |= {f"/{name}": DATA for name in "abc"}
 
     async def scene() -> None:

@@ -26,7 +26,6 @@ from gyre_daemon.monitoring.metrics import (
     Metrics,
     Outcome,
     RequestCount,
-    RequestKind,
     RequestLabels,
 )
 from gyre_daemon.runtime.events import debug_event
@@ -181,7 +180,7 @@ class Endpoint:
         self._scheme = scheme
         self._options = options
         self._metrics = metrics
-        self._counts: dict[tuple[RequestKind, Outcome], RequestCount] = {}
+        self._counts: dict[Outcome, RequestCount] = {}
         self._live: dict[RangeRequest, None] = {}
         self.admission = AdmissionQueue(self._has_room, self._left_s, self._stalled)
         self._hedges = Hedges()
@@ -292,13 +291,13 @@ class Endpoint:
         self._give_back(attempt)
         was_refreshed = 0 < request.refreshed_at <= attempt.sent_at
         if verdict is Verdict.FAILED or (verdict is Verdict.REFRESH and was_refreshed):
-            self._count("error", request, len(response.data))
+            self._count("error", len(response.data))
             if verdict is Verdict.FAILED:
                 self._accept_credentials(attempt)
             self._fail(request, final_error(request.wanted, response), "abandoned")
             return
         request.num_throttled += is_throttled
-        self._count("refused" if is_throttled else "retried", request, len(response.data))
+        self._count("refused" if is_throttled else "retried", len(response.data))
         request.last_failure = self._last_failure = response
         if verdict is Verdict.REFRESH:
             request.credentials.refused(request, attempt.sent_at, response.status, now)
@@ -330,7 +329,7 @@ class Endpoint:
         is_listed = response.etag and response.etag == listed.etag  # as `classify` has seen
         request.ended_at, request.told = now, listed if is_listed else Validators.of(response)
         self._end(request, "hedged")
-        count = self._count("ok", request, request.num_bytes)
+        count = self._count("ok", request.num_bytes)
         count.first_byte_s += first_byte_s
         self.num_answered += 1
         self.first_byte_s += first_byte_s
@@ -428,7 +427,7 @@ class Endpoint:
             request.hedge_turn.cancel()
         for attempt in request.attempts[:]:
             attempt.sent.cancel()
-            self._count(outcome, request, 0)
+            self._count(outcome, 0)
             if outcome == "hedged":
                 self._record_latency(attempt, time.monotonic())
             self._give_back(attempt)
@@ -444,11 +443,11 @@ class Endpoint:
         self.queue.release()
         self.admission.look_again()
 
-    def _count(self, outcome: Outcome, request: RangeRequest, num_bytes: int) -> RequestCount:
-        count = self._counts.get((request.kind, outcome))
+    def _count(self, outcome: Outcome, num_bytes: int) -> RequestCount:
+        count = self._counts.get(outcome)
         if count is None:
-            count = self._metrics.requests(RequestLabels(self._scheme, request.kind, outcome))
-            self._counts[request.kind, outcome] = count
+            labels = RequestLabels(self._scheme, "read", outcome)
+            count = self._counts[outcome] = self._metrics.requests(labels)
         count.num_requests += 1
         count.num_bytes += num_bytes
         return count

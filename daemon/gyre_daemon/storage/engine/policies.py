@@ -45,7 +45,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.monitoring.metrics import RequestKind
 from gyre_daemon.runtime.threads import Flow, Turn
 from gyre_daemon.storage.base import Delays, RequestDelays
 from gyre_daemon.storage.response import Body, ByteRange, Response, SentRequest, Source
@@ -139,7 +138,6 @@ class RangeRequest:
         credentials: those of the source that carries it.
         path: of the object, as the source knows it.
         wanted: the bytes, and their shard.
-        kind: for the counters.
         flow: the job that needs it.
         urgency: among the job's requests the lowest goes first.
         asked_at: when it was needed.
@@ -163,7 +161,6 @@ class RangeRequest:
     credentials: CredentialRefresh
     path: str
     wanted: ByteRange
-    kind: RequestKind
     flow: Flow
     urgency: int
     asked_at: float
@@ -479,7 +476,7 @@ class Hedges:
     def begin(self, attempt: Attempt) -> None:
         """An attempt was sent."""
         request = attempt.request
-        if request.kind != "read" or request.num_hedges >= _MAX_HEDGES:
+        if request.num_hedges >= _MAX_HEDGES:
             return
         size = size_class(request.num_bytes)
         if not request.num_hedges:

@@ -20,10 +20,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.monitoring.metrics import RequestKind
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.threads import NO_JOB, Flow
-from gyre_daemon.storage.base import MAX_GAP_BYTES, STREAM_CHUNK_BYTES, ReadPlan, Reads, ShardBounds
+from gyre_daemon.runtime.threads import Flow
+from gyre_daemon.storage.base import MAX_GAP_BYTES, ReadPlan, Reads, ShardBounds, stream_by_reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.engine.policies import CredentialRefresh, RangeRequest, pause_s
@@ -106,25 +105,9 @@ class RemoteStorage:
                 for shared in reversed(list(pending.shared_requests)):
                     self._leave(shared, pending)
 
-    async def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`; the next chunk is requested while this one is used."""
-        size = self.shards[shard].size_bytes
-        ahead: asyncio.Task[bytes] | None = None
-        try:
-            for start in range(0, size, STREAM_CHUNK_BYTES):
-                stop = min(start + STREAM_CHUNK_BYTES, size)
-                chunk = await (ahead or self._get(shard, start, stop))
-                following = min(stop + STREAM_CHUNK_BYTES, size)
-                ahead = (
-                    asyncio.create_task(self._get(shard, stop, following))
-                    if following > stop
-                    else None
-                )
-                yield chunk
-        finally:
-            if ahead:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`."""
+        return stream_by_reads(self, shard)
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""
@@ -133,33 +116,6 @@ class RemoteStorage:
     def local_file(self, shard: int) -> LocalFile | None:
         """See `Storage.local_file`."""
         return None
-
-    async def _get(self, shard: int, start: int, stop: int) -> bytes:
-        """The bytes `[start, stop)` of a shard."""
-        arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-        def deliver(data: Body, error: GyreError | None) -> None:
-            if arrived.done():
-                return
-            if error:
-                arrived.set_exception(error)
-            else:
-                arrived.set_result(bytes(data))
-
-        request = self._request((shard, start, stop), "stream", NO_JOB, 0, time.monotonic())
-        request.finish = functools.partial(self._checked, request, shard, deliver)
-        self._endpoint.submit(request)
-        try:
-            return await arrived
-        finally:
-            self._endpoint.abandon(request)
-
-    def _request(
-        self, key: _Key, kind: RequestKind, flow: Flow, urgency: int, asked_at: float
-    ) -> RangeRequest:
-        shard, start, stop = key
-        path, wanted = self._paths[shard], ByteRange(self.shards[shard], start, stop)
-        return RangeRequest(self._credentials, path, wanted, kind, flow, urgency, asked_at)
 
     def _join(self, key: _Key, pending: "_PendingRead", pieces: _Pieces) -> None:
         """Wait for a range: for a request in flight, or for a new one."""
@@ -170,11 +126,15 @@ class RemoteStorage:
             if reads.delays:
                 reads.delays.num_joined += 1
             return
-        request = self._request(key, "read", reads.flow, reads.urgency, pending.asked_at)
+        shard, start, stop = key
+        path, wanted = self._paths[shard], ByteRange(self.shards[shard], start, stop)
+        request = RangeRequest(
+            self._credentials, path, wanted, reads.flow, reads.urgency, pending.asked_at
+        )
         shared = self._in_flight[key] = _SharedRequest(key, request, [(pending, pieces)])
         pending.shared_requests[shared] = None
         deliver = functools.partial(self._finish, shared)
-        request.finish = functools.partial(self._checked, request, key[0], deliver)
+        request.finish = functools.partial(self._checked, request, shard, deliver)
         self._endpoint.submit(request)
 
     def _checked(
