@@ -26,9 +26,10 @@ from gyre_daemon.datasets.shard_worker import DecodeRequest
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
-from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
+from gyre_daemon.storage.open_shards import ShardChecksums
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,

@@ -41,7 +41,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
 )
 from gyre_daemon.datasets.sidecars import Arrays, encode
 from gyre_daemon.errors import CorruptSample, GyreError
-from gyre_daemon.storage.listing import file_error
+from gyre_daemon.storage.beneath import file_error
 from gyre_daemon.storage.shard import PositionedFile
 
 RANGE = struct.Struct("<QQ")

@@ -36,10 +36,11 @@ from gyre_daemon.storage.base import (
     ShardBounds,
     Storage,
 )
-from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.gather import memory_at
+from gyre_daemon.storage.open_shards import ShardChecksums
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import (

@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from gyre_daemon.errors import first_error
 from gyre_daemon.runtime.threads import NO_JOB, Claims, Flow
-from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
+from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.open_shards import ShardChecksums
 from gyre_daemon.storage.shard import Shard, sizes_of, truncated
 
 

@@ -23,10 +23,9 @@ from gyre_daemon.errors import (
     InvalidRequest,
     NotAllowed,
     ShardMissing,
-    StorageUnavailable,
 )
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root, Stamp
+from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root, file_error
 from gyre_daemon.storage.location import (
     check_one_set,
     checked_glob,
@@ -36,6 +35,7 @@ from gyre_daemon.storage.location import (
     relative_names,
     without_beside,
 )
+from gyre_daemon.storage.open_shards import Stamp
 from gyre_daemon.storage.shard import FileTable, Shard, Texts, changed
 
 _MAGIC = frozenset("*?[")
@@ -169,35 +169,6 @@ def check_listed(file: LocalFile, listed: Shard) -> None:
     now = stat_shard(file, listed.name)
     if (now.size_bytes, now.version) != (listed.size_bytes, listed.version):
         raise changed(listed.name)
-
-
-def file_error(name: str, error: OSError) -> GyreError:
-    """The error for an operating system's error about a shard."""
-    facts = {"shard": name}
-    if isinstance(error, FileNotFoundError):
-        return ShardMissing(
-            f"shard {name} does not exist; restore it or correct the dataset's URI", facts
-        )
-    if isinstance(error, LeavesRoot):
-        leads = f"the link {error.link} leads to {error.target}, which is"
-        if not error.target:
-            leads = f"{error.link} is"
-        return NotAllowed(
-            f"shard {name} is refused: {leads} outside of the dataset's folder {error.root}; if "
-            "that is meant, set follow_links = true for the dataset",
-            facts | {"link": error.link, "target": error.target, "root": error.root},
-        )
-    if isinstance(error, NotRegular):
-        return NotAllowed(
-            f"shard {name} is no regular file but a folder, a pipe, a socket or a device; remove "
-            "it, or correct the dataset's URI",
-            facts,
-        )
-    if isinstance(error, PermissionError):
-        return NotAllowed(
-            f"the daemon may not read shard {name}; grant its user read access", facts
-        )
-    return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)
 
 
 def _below(root: Root) -> list[str]:

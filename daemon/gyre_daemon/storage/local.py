@@ -1,8 +1,6 @@
 """Local files: no task and no object per sample, but a few thread jobs per batch.
 
-Each job works out its reads and copies them out of mapped files. While their mount is slow, each
-read has a thread, and nothing is mapped. The operating system limits open and mapped files, so only
-the most recently used ones stay open, and none of a dataset that no job reads any more.
+Each job works out its reads and copies them out of mapped files.
 
 [Note: Cold files]
 
@@ -12,297 +10,260 @@ a few reads of each job are looked up, and the job is announced only if one of t
 Before a cold job is announced, one of its reads is measured, and more if that takes long: see
 `storage.mounts`. This is done only while no other cold job is under way, because what waits behind
 the announcements of others says nothing about the disk.
+
+[Note: Slow mounts]
+
+While the mount is fast, a thread reads a whole part of a plan. A part that finds out that the mount
+is slow leaves the rest to a thread for each read, behind the request engine. So these have what
+requests to object storage have: a limit of how many are in flight, the fair queue of all jobs,
+deadlines, hedges, and shared reads of what several jobs want. A thread that waits for the kernel
+cannot be stopped: a read whose hedge was faster gives its turn back and keeps its thread, so there
+are twice as many threads as turns. A hedge helps where the file system asks its server again; where
+the kernel keeps the pages locked, it waits for the first read.
+
+Each thread of a slow mount reads into memory of its own, not into the slot: one that never returns
+would keep the slot for ever.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import errno
-import math
+import itertools
 import mmap
 import os
 import threading
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.events import debug_event
-from gyre_daemon.runtime.limits import descriptor_shares
-from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import ReadPlan, Reads, WritableArena, stream_by_reads
-from gyre_daemon.storage.beneath import LocalFile, ShardChecksums, Stamp
+from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor, LoopThreads
+from gyre_daemon.storage.base import (
+    ArenaClosed,
+    ReadPlan,
+    Reads,
+    ShardBounds,
+    WritableArena,
+    stream_by_reads,
+)
+from gyre_daemon.storage.beneath import LocalFile, file_error
+from gyre_daemon.storage.engine.endpoint import Endpoint
+from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.gather import gather, is_allowed, read_each
-from gyre_daemon.storage.listing import file_error
-from gyre_daemon.storage.mounts import MOUNTS, Latency, Mount, MountIsSlow
-from gyre_daemon.storage.shard import Shard, changed
-from gyre_daemon.storage.thread_reads import TRANSIENT, SlowReads, ThreadReads
-from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges, new_key
+from gyre_daemon.storage.mounts import Mount, MountIsSlow
+from gyre_daemon.storage.open_shards import OpenFiles, OpenShard, OpenShards, ShardChecksums
+from gyre_daemon.storage.response import OnResponse, Response, SentRequest
+from gyre_daemon.storage.shard import Shard
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 
-# Every dataset may have this many shards open, even if there are too many datasets for the
-# descriptors: with one, a read of two shards would open and close files all the time.
-_MIN_OPEN = 2
-# The shards of a dataset that was not read for this long are closed. A job that reads again opens
-# those that it needs, some ten microseconds each; with less, a trainer that takes checkpoints does.
-_IDLE_S = 30.0
+# Work for less than this is not split among threads: copying it takes 4 ms, and a second job costs
+# about one. Larger jobs leave threads idle while a batch is awaited.
+_MIN_JOB_BYTES = 16 << 20
+
+# Reads in this thread; returns how many reads it did, the first ones, and for how many seconds it
+# waited for the disk. It does not do all only if the mount is slow.
+ReadAll = Callable[[Reads], tuple[int, float]]
+
+# Reads the bytes [start, stop) of a shard by its number. Raises `GyreError`, and an `OSError` of
+# which the next attempt may be free.
+ReadRange = Callable[[int, int, int], bytes]
+
+# Errors of a mount whose server is away for a while; lasting ones are not repeated.
+TRANSIENT = frozenset(
+    (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+     errno.ENETUNREACH, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN,
+     errno.EAGAIN)
+)  # fmt: skip
 
 
-@dataclass(slots=True)
-class OpenShard:
-    """A shard that is open, for as long as anything refers to it.
+class SlowReads:
+    """How the files of one dataset are read while one of their mounts is slow."""
 
-    Attributes:
-        key: its name among the files of copy workers.
-        listed: its state when the dataset was opened.
-        file: where it lay then.
-        descriptor: of the file; owned by this object.
-        mapping: of the whole file; None where it is not mapped.
-        address: of its first byte; 0 where it is not mapped.
-        trusted: while the file has this stamp it is as listed; None if its bytes must be
-            compared first.
-        mount: of the file, which it closes.
-        copy_workers: told when the file is closed.
-        is_own: its user is the daemon's, so the kernel says which of its pages are in memory.
-        is_sound: no read of it has failed yet.
-    """
+    def __init__(self, mounts: Sequence[Mount], endpoint_of: Callable[[Mount], Endpoint]) -> None:
+        """Read nothing yet.
 
-    key: int
-    listed: Shard
-    file: LocalFile
-    descriptor: int
-    mapping: mmap.mmap | None
-    address: int
-    trusted: Stamp | None
-    mount: Mount
-    copy_workers: CopyWorkers
-    is_own: bool
-    is_sound: bool = True
-
-    def __del__(self) -> None:
-        """Close the file; the mapping goes with its last reference."""
-        self.mount.close(self.descriptor)
-        self.copy_workers.forget(self.key)
-
-    @property
-    def stamp(self) -> Stamp:
-        """The file's stamp now.
-
-        Raises:
-            NotAllowed, StorageUnavailable: it cannot be looked at.
+        Args:
+            mounts: of the files.
+            endpoint_of: returns the request engine of a mount.
         """
-        try:
-            return Stamp.of(self.descriptor)
-        except OSError as error:
-            raise file_error(self.listed.name, error) from error
+        self._mounts = mounts
+        self._endpoint_of = endpoint_of
+        self._storage: RemoteStorage | None = None
 
     @property
-    def is_at_its_path(self) -> bool:
-        """Whether the file still lies at its path.
+    def is_slow(self) -> bool:
+        """Whether one of the mounts is slow."""
+        return any(mount.latency.is_slow for mount in self._mounts)
 
-        A deleted or replaced file can still be read here, but the next process could not read it.
-        Its owner should learn that from an error now.
-
-        Raises:
-            ShardMissing: there is nothing at its path.
-            NotAllowed, StorageUnavailable: the path cannot be looked at.
-        """
-        try:
-            with self.file.opened() as found:
-                return os.path.samestat(os.fstat(self.descriptor), os.fstat(found))
-        except OSError as error:
-            raise file_error(self.listed.name, error) from error
-
-
-class OpenFiles:
-    """Divides the open files of a daemon among its datasets."""
-
-    def __init__(self) -> None:
-        self._datasets: weakref.WeakSet[OpenShards] = weakref.WeakSet()
-        self._max_open = _MIN_OPEN
-
-    @property
-    def share(self) -> int:
-        """How many shards each dataset may have open."""
-        return max(_MIN_OPEN, self._max_open // max(1, len(self._datasets)))
-
-    def add(self, dataset: "OpenShards") -> None:
-        """Add a dataset; the others close shards beyond their smaller share."""
-        self._max_open = descriptor_shares().shards
-        self._datasets.add(dataset)
-        for other in list(self._datasets):
-            other.trim()
-
-    def expire(self) -> None:
-        """Let `close_idle` close all shards not asked for until then."""
-        for dataset in list(self._datasets):
-            dataset.used_at = -math.inf
-
-    def close_idle(self) -> None:
-        """Have threads close the shards of datasets that no job reads any more."""
-        now = time.monotonic()
-        for dataset in list(self._datasets):
-            if now - dataset.used_at >= _IDLE_S:
-                dataset.used_at = now  # a mount that hangs gets no further call for a while
-                dataset.mount.threads.submit(dataset.close)
+    async def read(self, plan: ReadPlan, shards: Sequence[Shard], read: ReadRange) -> None:
+        """See `Storage.read`."""
+        if self._storage is None:
+            mount = next((each for each in self._mounts if each.latency.is_slow), self._mounts[0])
+            self._storage = RemoteStorage(
+                MountSource(read, mount.readers),
+                self._endpoint_of(mount),
+                _Numbers(shards),
+                shards,
+                is_compared=True,
+            )
+        await self._storage.read(plan)
 
 
-class OpenShards:
-    """Opens the shards of one dataset when they are needed. Safe for several threads.
-
-    Attributes:
-        used_at: when a shard was last asked for, in seconds of the monotonic clock.
-    """
+class ThreadReads:
+    """The reads of one local storage."""
 
     def __init__(
         self,
-        files: Sequence[LocalFile],
         shards: Sequence[Shard],
-        copy_workers: CopyWorkers = NO_COPY_WORKERS,
-        open_files: OpenFiles | None = None,
-        *,
-        maps: bool = True,
+        workers: FairExecutor,
+        metrics: Metrics,
+        read_all: ReadAll,
+        read_range: ReadRange,
+        slow: SlowReads | None,
     ) -> None:
-        """Open nothing yet.
+        """Nothing is read yet.
 
         Args:
-            files: the shards.
-            shards: as listed.
-            copy_workers: told when a file is closed.
-            open_files: shared with other datasets; None for a dataset by itself.
-            maps: whether shards are mapped.
+            shards: as listed; no read may leave them.
+            workers: threads that read.
+            metrics: counts the reads.
+            read_all: reads a part of a plan in one thread.
+            read_range: reads one range, while the mount is slow.
+            slow: reads while the mount is slow; None where it is never slow.
         """
-        self._files = files
-        self._maps = maps
-        self._copy_workers = copy_workers
         self._shards = shards
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._lock = threading.Lock()
-        self.used_at = time.monotonic()
-        self._open_files = open_files or OpenFiles()
-        self._open_files.add(self)
+        self._bounds = ShardBounds(shards)
+        self._workers = workers
+        self._metrics = metrics
+        self._read_all = read_all
+        self._read_range = read_range
+        self._slow = slow
 
     @property
-    def mount(self) -> Mount:
-        """The mount of its first shard."""
-        return MOUNTS.at(self._files[0].root.folder)
+    def is_slow(self) -> bool:
+        """Whether each read has a thread."""
+        return self._slow is not None and self._slow.is_slow
 
-    @property
-    def max_open(self) -> int:
-        """How many shards may be open; the least recently used are closed first."""
-        return self._open_files.share
+    def cuts(self, num_items: int, cost: int) -> list[int]:
+        """Where to cut a plan into jobs for several threads: positions from 0 to `num_items`.
 
-    def trim(self) -> None:
-        """Close shards beyond `max_open`."""
-        with self._lock:
-            while len(self._open) > self.max_open:
-                self._open.popitem(last=False)
+        It stays whole while threads have other things to do, because each job has a fixed cost of
+        about a millisecond.
+
+        Args:
+            num_items: of the plan.
+            cost: of all of them, in bytes that could be copied meanwhile.
+        """
+        max_jobs = self._workers.num_threads if self._workers.is_idle else 1
+        num_jobs = max(1, min(max_jobs, 1 + cost // _MIN_JOB_BYTES, num_items))
+        return [num_items * job // num_jobs for job in range(num_jobs + 1)]
+
+    async def run(self, plan: ReadPlan, cost: int) -> float:
+        """Work out each part of a plan in the thread that reads it.
+
+        Returns:
+            The longest time that a thread waited for the disk, in seconds.
+        """
+        if self.is_slow:
+            await self._read_slowly(plan)
+            return 0.0
+        cuts = self.cuts(len(plan), cost)
+        share = cost / (len(cuts) - 1)
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(self._run_part(plan, slice(*cut), share))
+                for cut in itertools.pairwise(cuts)
+            ]
+        return max(each.result() for each in running)
+
+    async def _run_part(self, plan: ReadPlan, part: slice, cost: float) -> float:
+        outcome: Outcome = "error"
+        worked_out: list[Reads] = []
+        work = partial(self._read_part, plan, part, worked_out)
+        try:
+            unread, waited_s = await self._workers.run(plan.flow, cost, plan.urgency, work)
+            outcome = "ok"
+        except (asyncio.CancelledError, ArenaClosed):  # the session ended
+            outcome = "abandoned"
+            raise
+        finally:
+            labels = RequestLabels("file", "read", outcome)
+            for reads in worked_out:
+                self._metrics.count_requests(labels, len(reads), reads.num_bytes)
+        if unread is not None:
+            await self._read_slowly(unread)
+        return waited_s
+
+    def _read_part(
+        self, plan: ReadPlan, part: slice, worked_out: list[Reads]
+    ) -> tuple[Reads | None, float]:
+        """Read a part; returns what is left of it, and the time that the disk was waited for."""
+        with plan.lease():
+            reads = plan.part(part)
+            self._bounds.check(reads)
+            reads = reads.nonempty()
+            if not len(reads):
+                return None, 0.0
+            if self.is_slow:
+                return reads, 0.0
+            worked_out.append(reads)
+            num_read, waited_s = self._read_all(reads)
+            if num_read == len(reads):
+                return None, waited_s
+            worked_out[:] = [reads.part(slice(num_read))]
+            return reads.part(slice(num_read, None)), waited_s
+
+    async def _read_slowly(self, plan: ReadPlan) -> None:
+        assert self._slow
+        await self._slow.read(plan, self._shards, self._read_range)
+
+
+class MountSource:
+    """Reads files in threads; see `Source`. A path is the number of a shard."""
+
+    def __init__(self, read: ReadRange, threads: DaemonThreads) -> None:
+        self._read = read
+        self._threads = LoopThreads(threads)  # which the mount bounds
+
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """See `Source.get`."""
+        return self._threads.send(
+            partial(_response, self._read, int(path), start, stop), on_response
+        )
+
+    def refresh(self, status: int) -> None:
+        """See `Source.refresh`: files need no credentials."""
 
     def close(self) -> None:
-        """Close all; those that a thread reads from close when it has read."""
-        with self._lock:
-            opened, self._open = self._open, OrderedDict()
-        num_open = len(opened)
-        opened.clear()
-        if num_open:
-            debug_event("shards closed", {"shards": num_open, "first": self._shards[0].name})
-
-    def get(self, shard: int) -> OpenShard:
-        """An open shard; the caller keeps it while it reads.
-
-        Raises:
-            ShardMissing, NotAllowed, StorageUnavailable: it cannot be opened.
-            CorruptSample: it has changed since it was listed.
-        """
-        self.used_at = time.monotonic()
-        with self._lock:
-            found = self._open.get(shard)
-            if found:
-                self._open.move_to_end(shard)
-                return found
-        file, listed = self._files[shard], self._shards[shard]
-        opened = _open(file, listed, self._copy_workers, maps=self._maps)
-        with self._lock:
-            opened = self._open.setdefault(shard, opened)  # another thread may have been faster
-        self.trim()
-        return opened
-
-    def drop(self, opened: OpenShard, shard: int) -> None:
-        """Open a shard again when it is next asked for."""
-        with self._lock:
-            if self._open.get(shard) is opened:
-                del self._open[shard]
-
-    def get_moved(self, shard: int) -> OpenShard:
-        """The file that lies at the shard's path now, which may be another than `get` returned.
-
-        Raises:
-            ShardMissing: there is none.
-            CorruptSample: its size or its modification time is another than listed.
-            NotAllowed, StorageUnavailable: it cannot be opened.
-        """
-        opened = self.get(shard)
-        if not opened.is_at_its_path:
-            self.drop(opened, shard)
-            opened = self.get(shard)
-        _check(opened.listed, opened.stamp)
-        return opened
+        """See `Source.close`: nothing is open."""
 
 
-def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bool) -> OpenShard:
-    mapping, address, mount = None, 0, MOUNTS.at(file.path)
+class _Numbers(Sequence[str]):
+    """The numbers of shards as paths."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._num = len(shards)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, number: Any) -> Any:
+        return str(number)
+
+
+def _response(read: ReadRange, shard: int, start: int, stop: int) -> Response:
     try:
-        descriptor = file.open()
+        return Response(206, read(shard, start, stop))
+    except GyreError as error:
+        return Response(0, error=error)
     except OSError as error:
-        raise file_error(listed.name, error) from error
-    try:
-        stamp = Stamp.of(descriptor)
-        _check(listed, stamp)
-        is_own = os.fstat(descriptor).st_uid == os.geteuid()
-        if maps:
-            mapping = _mapped(descriptor, mount.latency)
-            # Otherwise a missing page may bring MiB around it: `readahead` names the wanted ones.
-            mapping.madvise(mmap.MADV_RANDOM)
-            address = np.frombuffer(mapping, np.uint8).ctypes.data
-        else:  # nothing around a sample is wanted: each byte may take long
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    except OSError as error:
-        os.close(descriptor)
-        raise file_error(listed.name, error) from error
-    except (GyreError, MountIsSlow):
-        os.close(descriptor)
-        raise
-    trusted = stamp if stamp.version == listed.version else None
-    return OpenShard(
-        new_key(), listed, file, descriptor, mapping, address, trusted, mount, copy_workers, is_own
-    )
-
-
-def _mapped(descriptor: int, latency: Latency) -> mmap.mmap:
-    """The mapping of a whole file.
-
-    Raises:
-        MountIsSlow: its file system maps no files; it counts as slow from now on.
-        OSError: it cannot be mapped.
-    """
-    try:
-        return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except OSError as error:
-        if error.errno == errno.ENODEV:
-            latency.maps = False
-            raise MountIsSlow from error
-        raise
-
-
-def _check(listed: Shard, stamp: Stamp) -> None:
-    """Refuse a file that has changed since it was listed."""
-    if stamp.size_bytes != listed.size_bytes or not stamp.is_restored(listed.version):
-        raise changed(listed.name)
+        return Response(0, detail=f"{type(error).__name__}: {error.strerror or error}")
 
 
 # When copy workers copy instead of the kernel. They pay for each call and the kernel for each page.

@@ -46,7 +46,7 @@ from gyre_daemon.storage.listing import (
     stat_files,
     stat_named,
 )
-from gyre_daemon.storage.local import LocalStorage, OpenFiles
+from gyre_daemon.storage.local import LocalStorage, SlowReads
 from gyre_daemon.storage.location import (
     ARCHIVES,
     Location,
@@ -55,8 +55,10 @@ from gyre_daemon.storage.location import (
     relative_names,
 )
 from gyre_daemon.storage.mounts import MOUNTS, Mount
+from gyre_daemon.storage.open_shards import OpenFiles
 from gyre_daemon.storage.response import Source, words
 from gyre_daemon.storage.shard import FilePaths, FileShards, FileTable, Shard, Texts, Validators
+from gyre_daemon.storage.single_files import SingleFiles
 from gyre_daemon.storage.sources.fsspec_drivers import ThreadedFileSystem, open_archive
 from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
@@ -65,7 +67,6 @@ from gyre_daemon.storage.sources.http_source import (
     take_http_options,
 )
 from gyre_daemon.storage.sources.hub import HubUnreachable, cached_digest
-from gyre_daemon.storage.thread_reads import SingleFiles, SlowReads
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.

@@ -13,8 +13,8 @@ import numpy as np
 
 from gyre_daemon.errors import first_error
 from gyre_daemon.storage.base import Reads, Storage
-from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.listing import check_listed, file_error
+from gyre_daemon.storage.beneath import LocalFile, file_error
+from gyre_daemon.storage.listing import check_listed
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import PositionedFile
 

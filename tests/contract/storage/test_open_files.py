@@ -8,7 +8,7 @@ from pathlib import Path
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import stat_shard
-from gyre_daemon.storage.local import OpenFiles, OpenShards
+from gyre_daemon.storage.open_shards import OpenFiles, OpenShards
 
 
 def num_open(path: Path) -> int:

@@ -16,7 +16,7 @@ import pytest
 from gyre_daemon.errors import CorruptSample, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage import beneath, local
+from gyre_daemon.storage import local, open_shards
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local import LocalStorage
@@ -47,7 +47,7 @@ def opener() -> Iterator[Callable[[str], Coroutine[Any, Any, Storage]]]:
 
 @pytest.fixture
 def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(beneath, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(open_shards, "BLOCK_BYTES", BLOCK)
     path = tmp_path / "0.bin"
     path.write_bytes(DATA)
     return path

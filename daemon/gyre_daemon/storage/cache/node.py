@@ -28,10 +28,11 @@ from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, FairQueue, Flow, compute
 from gyre_daemon.storage.base import BlockCache, Delays, ReadPlan, Reads, ShardBounds, Storage
-from gyre_daemon.storage.beneath import LocalFile, ShardChecksums
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, BlockMemory, DiskCache, Integers, Mirror
 from gyre_daemon.storage.cache.placement import Key, Need, Placement, Tier, Volume
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
+from gyre_daemon.storage.open_shards import ShardChecksums
 from gyre_daemon.storage.shard import Shard
 
 _Result = TypeVar("_Result")
