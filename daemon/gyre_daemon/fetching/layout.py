@@ -23,7 +23,7 @@ from gyre_daemon.datasets.formats import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.memory.share import whole_pages
+from gyre_daemon.memory.arenas import whole_pages
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 

@@ -42,7 +42,7 @@ from functools import partial
 
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.share import Share, whole_pages
+from gyre_daemon.memory.share import Share
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow, in_thread
 from gyre_daemon.storage.base import ArenaClosed
@@ -224,6 +224,11 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, descr
     if mapped is None or mapped == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return mapped
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The number of bytes, rounded up to whole pages."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

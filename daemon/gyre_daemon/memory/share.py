@@ -10,11 +10,6 @@ from dataclasses import dataclass
 _PAGE_BYTES = 4096
 
 
-def whole_pages(num_bytes: int) -> int:
-    """The number of bytes, rounded up to whole pages."""
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
 # A window of one batch, one in the queue, and one that the client keeps.
 _LEAST_SLOTS = 3
 # The memory of a session, its shared stream and its connection, batches excepted.
@@ -76,7 +71,7 @@ def divide(
         in_groups: whether several small batches are read together: a third of the window at most,
             so that three batch groups are under way.
     """
-    batch_bytes = whole_pages(batch_bytes)
+    batch_bytes = -(-batch_bytes // _PAGE_BYTES) * _PAGE_BYTES
     num_wanted = 2 * window_batches + max(2, 2 * window_batches // 3)
     num_possible = (limit_bytes - _SESSION_METADATA_BYTES) // (batch_bytes + metadata_bytes)
     num_slots = max(_LEAST_SLOTS, min(num_wanted, num_possible))

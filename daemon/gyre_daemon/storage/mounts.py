@@ -1,6 +1,6 @@
 """The mounts of this machine: the threads that wait for each, and how long its reads take.
 
-A file system that does not answer (a server of NFS that is down, a FUSE process that has stopped)
+A file system that does not answer (an NFS server that is down, a FUSE process that has stopped)
 holds every thread that asks it, and the kernel may never let go of them. So whatever touches a path
 runs in a thread of the mount of this path, and only callers of that mount wait.
 
@@ -59,7 +59,7 @@ class Latency:
 
     Attributes:
         guess: by the type of the file system.
-        maps: whether its files can be mapped, as far as is known; if not, it counts as slow.
+        is_slow: whether the mount counts as slow now.
         num_cold_jobs: jobs whose samples come from the mount's disk.
     """
 
@@ -71,16 +71,11 @@ class Latency:
         """
         kind = file_system.partition(".")[0]
         self.guess: Speed = "slow" if kind in (*_REMOTE, "fuse", "fuseblk") else "fast"
-        self.maps = True
-        self._is_slow = self.guess == "slow"
+        self.is_slow = self.guess == "slow"
+        self._maps = True  # as far as is known
         self.num_cold_jobs = 0
         self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._lock = threading.Lock()
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the mount counts as slow now."""
-        return self._is_slow or not self.maps
 
     @property
     def median_s(self) -> float | None:
@@ -95,7 +90,7 @@ class Latency:
             Whether it took long, so that the next read should be measured, too.
         """
         took_s = time.perf_counter() - began_s
-        if took_s > FAST_S and not self._is_slow:
+        if took_s > FAST_S and not self.is_slow:
             # A thread that returns from a system call waits for the interpreter. How long that
             # takes now is seen by a call that does nothing. It is not subtracted where a mount may
             # become fast by it: both times vary.
@@ -104,13 +99,18 @@ class Latency:
             took_s -= time.perf_counter() - began_s
         with self._lock:
             self._recent_s.append(took_s)
-            bound_s = FAST_S if self._is_slow else SLOW_S
-            if (took_s > bound_s) != self._is_slow:  # the others change nothing
+            bound_s = FAST_S if self.is_slow else SLOW_S
+            if (took_s > bound_s) != self.is_slow and self._maps:  # the others change nothing
                 median_s = self._median_s()
-                if median_s is not None and (median_s > bound_s) != self._is_slow:
-                    self._is_slow = not self._is_slow
+                if median_s is not None and (median_s > bound_s) != self.is_slow:
+                    self.is_slow = not self.is_slow
                     self._recent_s.clear()
         return took_s > SLOW_S
+
+    def cannot_map(self) -> None:
+        """Count the mount as slow from now on, as its files cannot be mapped."""
+        with self._lock:
+            self._maps, self.is_slow = False, True
 
     @contextlib.contextmanager
     def cold_job(self) -> Iterator[None]:
@@ -302,7 +302,7 @@ class Mounts:
         self._renewed_at = -math.inf
 
     def __iter__(self) -> Iterator[Mount]:
-        """The mounts that are used."""
+        """The mounts in use."""
         return (mount for mount in list(self._by_id.values()) if mount.is_used)
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""The local shards that are open, and whether they are as they were listed.
+"""Open local shards, and whether they are as they were listed.
 
 They are mapped unless their mount is slow. The operating system limits open and mapped files, so
 only the most recently used ones stay open, and none of a dataset that no job reads any more.
@@ -256,7 +256,7 @@ _IDLE_S = 30.0
 
 @dataclass(slots=True)
 class OpenShard:
-    """A shard that is open, for as long as anything refers to it.
+    """An open shard, for as long as anything refers to it.
 
     Attributes:
         key: its name among the files of copy workers.
@@ -495,12 +495,12 @@ def _mapped(descriptor: int, latency: Latency) -> mmap.mmap:
         return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         if error.errno == errno.ENODEV:
-            latency.maps = False
+            latency.cannot_map()
             raise MountIsSlow from error
         raise
 
 
 def _check(listed: Shard, stamp: Stamp) -> None:
-    """Refuse a file that has changed since it was listed."""
+    """Refuse a file other than the listed one."""
     if stamp.size_bytes != listed.size_bytes or not stamp.is_restored(listed.version):
         raise changed(listed.name)

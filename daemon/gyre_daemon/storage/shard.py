@@ -201,7 +201,7 @@ def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample
 
 
 def changed(name: str) -> CorruptSample:
-    """The error for a shard that has changed since it was listed."""
+    """The error for a shard that changed after its listing."""
     return CorruptSample(
         f"shard {name} has changed since the dataset was opened; restore it with its times "
         "(`cp -p`), or index the dataset again",

@@ -135,7 +135,7 @@ def test_a_mount_that_was_fast_is_noticed_within_sixteen_reads(
 
     async def read() -> None:
         storage = await opened[kind](mount.path)
-        MOUNTS.at(mount.path).latency._is_slow = False
+        MOUNTS.at(mount.path).latency.is_slow = False
         await storage.read(replace(targets.reads(), flow=Flow("job")))
         assert not storage.is_node_local
 

@@ -499,7 +499,7 @@ class DiskCache:
     _lock: int = field(repr=False)
 
     def close(self) -> None:
-        """Release the folder for the next daemon; mirrors that are open stay readable."""
+        """Release the folder for the next daemon; open mirrors stay readable."""
         os.close(self._lock)
 
     @property

@@ -113,7 +113,7 @@ class NodeCache:
         return volume
 
     async def read(self, volume: Volume, reads: Reads) -> None:
-        """Do reads, from blocks that are present or admitted, or else from the storage."""
+        """Do reads, from present or admitted blocks, or else from the storage."""
         blocks = volume.map.blocks_of(reads)
         volume.follow(reads)
         num_samples = 1 + np.count_nonzero(np.diff(reads.sample))
@@ -175,7 +175,7 @@ class NodeCache:
         reads: Reads,
         present: Integers,
     ) -> None:
-        """Copy out of blocks that are present, in a task for memory and one for disk.
+        """Copy out of present blocks, in a task for memory and one for disk.
 
         The blocks are pinned until it is done.
         """
@@ -259,23 +259,12 @@ class NodeCache:
     async def _fetch_together(
         self, volume: Volume, blocks: list[int], claims: Claims, delays: Delays | None
     ) -> None:
-        """Fetch blocks that have memory reserved; none is kept if one of them fails."""
-        is_whole = False
+        """Fetch blocks with reserved memory; none is kept if one of them fails."""
         try:
-            shards, starts = volume.map.shard[blocks].tolist(), volume.map.start[blocks].tolist()
-            whole = Reads.into([volume.allocate(block) for block in blocks], shards, starts)
-            flow, urgency = claims.first
-            whole = replace(whole, flow=flow, urgency=urgency, claims=claims, delays=delays)
-            await volume.storage.read(whole)
-            is_whole = True
+            await self._fill(volume, blocks, claims, delays)
         finally:
             for block in blocks:
-                self._placement.fetched(volume, block, is_whole=is_whole)
                 del self._fetching[volume, block]
-            self._freed.set()
-        if self._writer:
-            for block in blocks:
-                self._writer.store(volume, block)
 
     def _reserve(self, volume: Volume, block: int, need: Need) -> bool:
         """Reserve memory for a block, if it is admitted and not too much is being fetched."""
@@ -291,27 +280,37 @@ class NodeCache:
         self, volume: Volume, block: int, claims: Claims, delays: Delays | None
     ) -> None:
         """Fetch a block, unless there is no room for it and never will be."""
-        is_whole = False
         try:
             if volume.tier[block] != Tier.FETCHING and not await self._wait_for_room(
                 volume, block, claims
             ):
                 return
             try:
-                shard, start = int(volume.map.shard[block]), int(volume.map.start[block])
-                whole = Reads.into([volume.allocate(block)], [shard], [start])
-                flow, urgency = claims.first
-                whole = replace(whole, flow=flow, urgency=urgency, claims=claims, delays=delays)
-                await volume.storage.read(whole)
-                is_whole = True
+                await self._fill(volume, [block], claims, delays)
             finally:
                 self._fetching_bytes -= int(volume.memory_sizes[block])
-                self._placement.fetched(volume, block, is_whole=is_whole)
-                self._freed.set()
         finally:
             del self._fetching[volume, block]
+
+    async def _fill(
+        self, volume: Volume, blocks: list[int], claims: Claims, delays: Delays | None
+    ) -> None:
+        """Read blocks into their memory by one read, and begin to write them to disk."""
+        is_whole = False
+        try:
+            shards, starts = volume.map.shard[blocks].tolist(), volume.map.start[blocks].tolist()
+            whole = Reads.into([volume.allocate(block) for block in blocks], shards, starts)
+            flow, urgency = claims.first
+            whole = replace(whole, flow=flow, urgency=urgency, claims=claims, delays=delays)
+            await volume.storage.read(whole)
+            is_whole = True
+        finally:
+            for block in blocks:
+                self._placement.fetched(volume, block, is_whole=is_whole)
+            self._freed.set()
         if self._writer:
-            self._writer.store(volume, block)
+            for block in blocks:
+                self._writer.store(volume, block)
 
     async def _wait_for_room(self, volume: Volume, block: int, claims: Claims) -> bool:
         """Wait in line until there is memory for a block; False if nothing can free any."""

@@ -225,7 +225,7 @@ class Volume:
         return self.num_present == self.map.num_blocks
 
     def follow(self, reads: Reads) -> None:
-        """Remember the future of a job; forget jobs that are over."""
+        """Remember the future of a job; forget jobs that have ended."""
         if reads.next_use and not any(job() == reads.next_use for job in self._jobs):
             self._jobs = [job for job in self._jobs if job()]
             self._jobs.append(WeakMethod(reads.next_use))
@@ -367,7 +367,7 @@ class Placement:
         self._update_counts()
 
     def adopt(self, volume: Volume, found: Integers) -> list[int]:
-        """Count blocks that are on disk already; returns those beyond the limit."""
+        """Count blocks already on disk; returns those beyond the limit."""
         surplus = []
         for block in found.tolist():
             num_bytes = int(volume.disk_sizes[block])

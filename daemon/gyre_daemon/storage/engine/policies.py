@@ -143,7 +143,7 @@ class RangeRequest:
         asked_at: when it was needed.
         finish: called once, with the bytes or the error, unless the request is abandoned.
         turns: its places in the queue, while it waits there: one for each job that asked for the
-            range in the meantime. The first that is granted is used.
+            range in the meantime. The first to be granted is used.
         hedge_turn: the same for a second attempt beside one in flight.
         attempts: those in flight.
         begun_at: when its first attempt was sent; 0 before.
