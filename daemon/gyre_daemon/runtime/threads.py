@@ -56,7 +56,7 @@ class _Worker:
 
 
 def _nothing() -> None:
-    """Do nothing: the result is not wanted any more."""
+    """Do nothing."""
 
 
 class DaemonThreads(Executor):
@@ -501,6 +501,9 @@ class FairQueue:
 
     async def acquire(self, claims: Claims, cost: float) -> None:
         """Wait for the first turn granted to one of the jobs; `release` gives it back."""
+        if self.num_taken < self._capacity and not self.num_waiting:
+            self.ask(claims.first[0], cost, 0, _nothing)  # which grants it at once
+            return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turns: list[Turn] = []
 
