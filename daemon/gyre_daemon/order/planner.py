@@ -21,7 +21,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -51,13 +51,20 @@ from gyre_daemon.order.steps import (
     steps_of,
 )
 
-# Substitutes and places of some epochs are kept: a batch may span the epoch that ends and the next.
+# Orders and substitutes of this many epochs are kept. A batch may span the epoch that ends and the
+# one that begins, and a sample's next use may be in the one after. A table of the order `block` is
+# some MiB for irregular blocks, so no more are kept.
 _MAX_KEPT = 3
 NO_SAMPLES = np.empty(0, np.int64)
 
 
 class Substitutes:
-    """Replaces the corrupt samples of one dataset in the order of one job; any thread may ask."""
+    """Replaces the corrupt samples of one dataset in the order of one job; any thread may ask.
+
+    Attributes:
+        places: takes an epoch and returns the places of corrupt samples there, as `places_of` says
+            them, in rising order.
+    """
 
     def __init__(
         self,
@@ -79,8 +86,8 @@ class Substitutes:
         self._corrupt = corrupt
         self._num_good = num_samples - len(corrupt)
         self._seed = seed
-        self._drawn = _Kept(self._draw)
-        self._places = _Kept(lambda epoch: np.sort(places_of(epoch, corrupt)))
+        self._drawn = lru_cache(_MAX_KEPT)(self._draw)
+        self.places = lru_cache(_MAX_KEPT)(lambda epoch: np.sort(places_of(epoch, corrupt)))
 
     def where(self, sample_ids: Int64Array) -> Int64Array:
         """Which of the samples are corrupt: their numbers in the array."""
@@ -90,7 +97,7 @@ class Substitutes:
 
     def of(self, sample_ids: Int64Array, epoch: int) -> Int64Array:
         """The substitutes of corrupt samples in an epoch; both int64 [n]."""
-        return self._drawn.of(epoch)[np.searchsorted(self._corrupt, sample_ids)]
+        return self._drawn(epoch)[np.searchsorted(self._corrupt, sample_ids)]
 
     def num_in_epoch(self, epoch_length: int) -> int:
         """How many corrupt samples count in a whole epoch of this many positions.
@@ -107,11 +114,7 @@ class Substitutes:
             epoch: of the job, as for `places_of`.
             place: in that epoch, in the order in which the job reads.
         """
-        return int(np.searchsorted(self._places.of(epoch), place))
-
-    def places(self, epoch: int) -> Int64Array:
-        """The places of corrupt samples in an epoch, as `places_of` says them, in rising order."""
-        return self._places.of(epoch)
+        return int(np.searchsorted(self.places(epoch), place))
 
     def _draw(self, epoch: int) -> Int64Array:
         """Int64 [C], the substitute of each corrupt sample in an epoch."""
@@ -185,7 +188,7 @@ class JobSubstitutes:
 
     def _num_in_epoch_before(self, substitutes: Substitutes, epoch: int, place: int) -> int:
         """See `Substitutes.num_before`, whose places are those before a window was sorted."""
-        count, order = substitutes.num_before(epoch, place), self._epochs.of(epoch)
+        count, order = substitutes.num_before(epoch, place), self._epochs(epoch)
         if isinstance(order, BucketedOrder):
             count += order.more_before(place, substitutes.places(epoch))
         return count
@@ -195,26 +198,10 @@ class JobSubstitutes:
 
         With buckets, these are places before windows are sorted: else all would have to be.
         """
-        length, order = self._stages.length(epoch), self._epochs.of(epoch)
+        length, order = self._stages.length(epoch), self._epochs(epoch)
         inner = order.inner if isinstance(order, BucketedOrder) else order
         places = inner.inverse(sample_ids)
         return places[places < length]
-
-
-class _Kept:
-    """An array for each of the last few epochs; threads may make one at the same time."""
-
-    def __init__(self, make: Callable[[int], Int64Array]) -> None:
-        self._make = make
-        self._kept: dict[int, Int64Array] = {}
-
-    def of(self, epoch: int) -> Int64Array:
-        found = self._kept.get(epoch)
-        if found is None:
-            found = self._make(epoch)
-            others = sorted(self._kept.items(), key=itemgetter(0))[-(_MAX_KEPT - 1) :]
-            self._kept = {**dict(others), epoch: found}
-        return found
 
 
 def _key(seed: int, epoch: int) -> bytes:
@@ -340,7 +327,7 @@ class BatchPlanner:
         self._balance = balance
         self._lengths_of = lengths_of
         self._tables = [blocks and blocks.of_first(stage.num_samples) for stage in stages]
-        self._epochs = EpochOrders(self._make_epoch_order)
+        self._epochs = lru_cache(_MAX_KEPT)(self._make_epoch_order)
         self._substitutes = JobSubstitutes(corrupt, order.seed, self.stages, self._epochs)
         self._uses = NextUses(self.stages, self._epochs)
 
@@ -394,7 +381,7 @@ class BatchPlanner:
                 num_samples = self.stages.num_samples(epoch)
                 mask[part] = places < num_samples
                 np.remainder(places, num_samples, out=places)
-            sample_ids[part] = self._epochs.of(epoch)(places)
+            sample_ids[part] = self._epochs(epoch)(places)
             if is_substitute is not None:
                 self._substitutes.replace(epoch, sample_ids[part], is_substitute[part])
         return Placed(sample_ids, mask, is_substitute)
@@ -483,7 +470,7 @@ class BatchPlanner:
 
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """The samples at places `[0, N)` of the first epoch, regardless of the tail."""
-        return self._epochs.of(0)(places)
+        return self._epochs(0)(places)
 
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
         """The first position at or after `position` at which each sample is read.

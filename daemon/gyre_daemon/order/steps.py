@@ -165,11 +165,6 @@ class Stages:
         return (*kept, Stage(first_epoch, num_samples))
 
 
-# A batch may span the epoch that ends and the one that begins, and a sample's next use may be in
-# the one after. A table of the order `block` is some MiB for irregular blocks, so no more are kept.
-_MAX_KEPT = 3
-
-
 class EpochOrder(Protocol):
     """A bijection from the places of one epoch to sample ids."""
 
@@ -192,26 +187,7 @@ class Sequential:
         return sample_ids
 
 
-class EpochOrders:
-    """The orders of all epochs of a job; any thread may ask for one."""
-
-    def __init__(self, make: Callable[[int], EpochOrder]) -> None:
-        self._make = make
-        self._kept: dict[int, EpochOrder] = {}
-
-    def __len__(self) -> int:
-        """How many are kept."""
-        return len(self._kept)
-
-    def of(self, epoch: int) -> EpochOrder:
-        """The order of an epoch."""
-        order = self._kept.get(epoch)
-        if order is None:
-            order = self._make(epoch)
-            others = sorted(self._kept.items())[-(_MAX_KEPT - 1) :]
-            self._kept = {**dict(others), epoch: order}  # one assignment: threads may do the same
-        return order
-
+EpochOrders = Callable[[int], EpochOrder]  # the orders of all epochs of a job; any thread may ask
 
 NEVER = (1 << 63) - 1  # a position that no job reaches
 # Epochs in which a next use is looked for. `drop` may leave a sample out of several epochs in a
@@ -277,7 +253,7 @@ class NextUses:
                 break
             left = left[sample_ids[left] < self._stages.num_samples(epoch)]
             if left.size:
-                spans = span(self._epochs.of(epoch), left)
+                spans = span(self._epochs(epoch), left)
                 after = position - self._stages.begin(epoch)
                 found[left] = self._first_in_epoch(spans, epoch, after)
         return found

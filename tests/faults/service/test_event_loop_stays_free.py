@@ -7,6 +7,7 @@ import tarfile
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import grpc
@@ -221,7 +222,7 @@ def test_few_epochs_are_planned_at_once(mode: str, world_size: int) -> None:
     planner: BatchPlanner = planner_for(order, Index())  # type: ignore[arg-type]
     made: list[int] = []
     make = planner._make_epoch_order
-    planner._epochs._make = lambda epoch: made.append(epoch) or make(epoch)  # type: ignore[func-returns-value]
+    planner._epochs = lru_cache(3)(lambda epoch: made.append(epoch) or make(epoch))  # type: ignore[func-returns-value]
     from types import SimpleNamespace
 
     storage = SimpleNamespace(block_cache=None)

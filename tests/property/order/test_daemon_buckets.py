@@ -51,7 +51,7 @@ def test_windows_keep_their_samples_and_batches_are_runs_of_their_lengths(
         ids, others = found.sample_ids[num_whole:], before.sample_ids[num_whole:]
         assert (ids[rest] == others[rest]).all()
     places = np.arange(len(known))
-    epoch_order = bucketed._epochs.of(1)
+    epoch_order = bucketed._epochs(1)
     assert (epoch_order.inverse(epoch_order(places)) == places).all()
 
 

@@ -1,5 +1,6 @@
 """Which samples make a batch, against the definition spelled out position by position."""
 
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_steps_may_be_planned_in_any_order() -> None:
     forward = [plan.batch(step).sample_ids.tolist() for step in range(40)]
     for step in (39, 0, 20, 1, 39, 38, 5):
         assert plan.batch(step).sample_ids.tolist() == forward[step]
-    assert len(plan._epochs) <= 3, "memory does not grow with the epochs"
+    assert plan._epochs.cache_info().currsize <= 3, "memory does not grow with the epochs"
 
 
 def test_each_epoch_s_order_is_made_once_by_a_job_that_plans_an_epoch_ahead() -> None:
@@ -168,13 +169,14 @@ def test_each_epoch_s_order_is_made_once_by_a_job_that_plans_an_epoch_ahead() ->
     That of the samples that are read now, that of their next use, and that of what is planned.
     """
     plan, made = BatchPlanner(Order("full", "wrap", 8, 16), 100), list[int]()
-    make = plan._epochs._make
+    make = plan._make_epoch_order
 
     def counted(epoch: int) -> EpochOrder:
         made.append(epoch)
         return make(epoch)
 
-    plan._epochs._make = counted
+    plan._epochs = lru_cache(plan._epochs.cache_parameters()["maxsize"])(counted)
+    plan._uses._epochs = plan._epochs
     num_planned = 0
     for step in range(120):
         while num_planned <= step + 6:
