@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 from gyre_client.transport.address import parse_address
-from gyre_client.transport.credentials import CredentialFiles
-from gyre_client.transport.identity import TOKEN_KEY, Identity
+from gyre_client.transport.channel import CredentialFiles
+from gyre_client.transport.side_channel import TOKEN_KEY, Identity
 
 
 class _Identified(

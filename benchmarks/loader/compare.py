@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_client.messages.requests import dataset_ref
+from gyre_client.messages.arguments import dataset_ref
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 

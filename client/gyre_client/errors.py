@@ -23,10 +23,16 @@
 A training script usually lets all of them pass: a Loader itself retries the errors that may pass
 (DaemonUnavailable, LeaseExpired, StorageUnavailable, Overloaded) until `reattach_timeout_s`.
 The daemon sends the class of an error as its `reason`; `BY_REASON` maps it to the class here.
+
+An error has the problem and the fix in its message; the frames between the caller's line and the
+place that found it help only those who look for a fault in Gyre. So public methods cut them
+(`folded`). With `GYRE_TRACEBACK=1` in the environment, nothing is cut.
 """
 
-from collections.abc import Mapping
-from typing import Self
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, Self, TypeVar
 
 from gyre_protos.text import printable
 
@@ -152,3 +158,31 @@ class NotInstalled(GyreError, ImportError):
 BY_REASON: dict[str, type[GyreError]] = {
     error.__name__: error for error in GyreError.__subclasses__()
 }
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def fold(error: GyreError) -> None:
+    """Cut the frames and causes that an error has so far; raise it on with a bare `raise`.
+
+    A bare `raise` adds no frame, so the traceback begins with the caller's.
+    """
+    if os.environ.get("GYRE_TRACEBACK") != "1":
+        error.__traceback__ = error.__cause__ = None
+        error.__suppress_context__ = True
+
+
+def folded(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make the tracebacks of a public function's errors begin with the caller."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except GyreError as error:
+            fold(error)
+            raise
+
+    return call

@@ -19,19 +19,19 @@ from gyre_protos.text import counted, printable
 from gyre_daemon import __version__, health
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Policy, check_patterns, unmatched
-from gyre_daemon.checks import (
-    check_folders,
-    check_transforms,
-    missing_datasets,
-    open_datasets,
-)
 from gyre_daemon.config import (
     DaemonConfig,
     EffectiveConfig,
     load,
     rendered,
 )
-from gyre_daemon.config.machine_memory import check_memory_budget, memory_limit_bytes
+from gyre_daemon.config.schema import check_memory_budget, memory_limit_bytes
+from gyre_daemon.dataset_parts import (
+    check_folders,
+    check_transforms,
+    missing_datasets,
+    open_datasets,
+)
 from gyre_daemon.datasets.known_formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError, GyreError
 from gyre_daemon.runtime.events import log_event, start_log
@@ -54,7 +54,7 @@ from gyre_daemon.workers.copy_workers import CopyWorkers
 # generation. With Python's default of 700, passes over the objects of thousands of requests in
 # flight took 40 % of a request's CPU time; a higher value frees objects in cycles later.
 _COLLECT_AFTER = (50_000, 20, 50)
-# The keys of the configuration that are also flags, beside `listen`.
+# Keys of the configuration with a flag each, next to `listen`.
 _FLAG_KEYS = (
     "memory_budget",
     "log_level",

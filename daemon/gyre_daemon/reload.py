@@ -26,7 +26,7 @@ from gyre_daemon.runtime.liveness import notify
 from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.sessions.table import SessionTable
 
-# Sessions that are checked at once after a reload: some microseconds each.
+# Sessions checked at once after a reload: some microseconds each.
 _CHECKED_AT_ONCE = 200
 
 

@@ -21,18 +21,16 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from gyre_daemon.access.credentials import Credentials
-from gyre_daemon.access.limits import Limits
-from gyre_daemon.access.policy import Policy
-from gyre_daemon.checks import DatasetParts, check_folders
+from gyre_daemon.access.policy import Limits, Policy
 from gyre_daemon.config import DaemonConfig
-from gyre_daemon.config.machine_memory import memory_limit_bytes
+from gyre_daemon.config.schema import memory_limit_bytes
+from gyre_daemon.dataset_parts import DatasetParts, check_folders
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
-from gyre_daemon.monitoring.exposition import Census, new_registry
 from gyre_daemon.monitoring.http_ports import HttpPort, Probes, metrics_application
-from gyre_daemon.monitoring.metrics import OTHERS, Metrics, MountGauges
+from gyre_daemon.monitoring.metrics import OTHERS, Census, Metrics, MountGauges, new_registry
 from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.events import AuditFile, log_event, native_lines_as_events
 from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
@@ -45,17 +43,15 @@ from gyre_daemon.runtime.listen import (
 )
 from gyre_daemon.runtime.liveness import LoopLag, notify, ping_watchdog
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
-from gyre_daemon.service import (
+from gyre_daemon.service.guard import (
     SERVER_OPTIONS,
-    SERVICE_NAME,
     Authenticator,
+    Callers,
     Guard,
-    LoaderService,
-    register,
     server_credentials,
 )
-from gyre_daemon.service.guard import Callers
-from gyre_daemon.sessions.request import Reservations
+from gyre_daemon.service.methods import SERVICE_NAME, LoaderService, register
+from gyre_daemon.sessions.session_request import Reservations
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable, take_census
 from gyre_daemon.storage.cache.blocks import DiskCache, open_disk_cache
@@ -110,7 +106,7 @@ class UnixListener:
         self._claim.open_to_group()
 
     async def restore(self, listen: Listen) -> str:
-        """Make the lock file and the sockets again that are gone; `listen` starts a gRPC server.
+        """Make a missing lock file and missing sockets again; `listen` starts a gRPC server.
 
         Returns:
             Why clients cannot connect; empty if they can.
@@ -140,7 +136,7 @@ async def watch_listeners(
     listen: Listen,
     set_serving: Callable[[bool], Awaitable[None]],
 ) -> None:
-    """Check the listeners every second, without end, and restore those that are gone.
+    """Check the listeners every second, without end, and restore missing ones.
 
     Args:
         listeners: bound.

@@ -1,10 +1,16 @@
-"""Text that people read: numbers of things, and names that others chose.
+"""Text that people read and write: numbers of things, sizes, and names that others chose.
 
 A terminal obeys control characters: they move the cursor, change the title, or hide later text.
 Names and messages of datasets, storages, clients and daemons may hold any. Every error, every
 output of the commands and every line of the log for people passes through `printable`.
 """
 
+import re
+
+_SIZE = re.compile(r"(\d{1,20})(?:\.(\d{1,20}))?\s*([A-Za-z]{0,3})", re.ASCII)
+_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 _ES = ("tch", "sh", "s", "x")  # of "epoch", "epochs"
 
 
@@ -19,6 +25,21 @@ def counted(number: int, noun: str, spec: str = "") -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number:{spec}} {noun}{'es' if noun.endswith(_ES) else 's'}"
+
+
+def bytes_of(size: str) -> int:
+    """Returns the bytes that such as "1048576", "1.5GiB" or "1GB" means, rounded down.
+
+    Raises:
+        ValueError: It is no size, or its unit is unknown.
+    """
+    match = _SIZE.fullmatch(size.strip())
+    whole, part, unit = match.groups("") if match else ("", "", "none")
+    if unit not in _UNIT_BYTES or (part and unit in ("", "B")):
+        raise ValueError(
+            'expected a number of bytes such as 1073741824, "512MiB" (binary) or "1GB" (decimal)'
+        )
+    return int(whole + part) * _UNIT_BYTES[unit] // int(10 ** len(part))
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -18,8 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import uvloop
-from gyre_daemon.access.limits import Limits
-from gyre_daemon.access.principal import ANONYMOUS, peer_principal
+from gyre_daemon.access.policy import ANONYMOUS, Limits, peer_principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
@@ -31,9 +30,9 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.planner import Order
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.service.loader import batches as batches_of
-from gyre_daemon.sessions.request import Reader, Reservations, SessionRequest
+from gyre_daemon.service.methods import batches as batches_of
 from gyre_daemon.sessions.session import Sent, Session
+from gyre_daemon.sessions.session_request import Reader, Reservations, SessionRequest
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.engine.endpoint import EndpointOptions

@@ -53,7 +53,7 @@ def start(uri: str, options: dict[str, object]) -> dict[str, float]:
     batch = next(loader)
     elapsed_s, own_s = time.perf_counter() - began, time.process_time() - own_before
     assert batch
-    private = loader._resources.target.private
+    private = loader._place.target.private
     assert private
     pids = family(daemon_pid(loader))
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # the process that started the daemon
@@ -77,7 +77,7 @@ def start(uri: str, options: dict[str, object]) -> dict[str, float]:
 
 def daemon_pid(loader: object) -> int:
     """The private daemon's first process, by its socket's folder."""
-    address = loader._resources.target.address.text  # type: ignore[attr-defined]
+    address = loader._place.target.address.text  # type: ignore[attr-defined]
     folder = str(Path(address.removeprefix("unix:")).parent)
     found = [
         each.pid

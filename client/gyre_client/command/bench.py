@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.arguments import dataset_of
+from gyre_client.command.options import dataset_of
 from gyre_client.display.formatting import CommandOutput, show_progress, size, table
 from gyre_client.errors import InvalidRequest, NotInstalled
-from gyre_client.messages.arguments import MAX_UINT32, MAX_UINT64, whole
-from gyre_client.messages.requests import is_location
+from gyre_client.messages.arguments import MAX_UINT32, MAX_UINT64, is_location, whole
 from gyre_client.transport.connection import Connection
 
 if TYPE_CHECKING:

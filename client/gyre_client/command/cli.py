@@ -13,26 +13,34 @@ from pathlib import Path
 import shtab
 
 from gyre_client import __version__
-from gyre_client.command.arguments import (
+from gyre_client.command.bench import add_bench_arguments, bench
+from gyre_client.command.convert import add_convert_arguments, convert
+from gyre_client.command.describe import (
+    add_describe_arguments,
+    add_index_arguments,
+    add_measure_arguments,
+    cat,
+    datasets,
+    describe,
+    index,
+    lint,
+    measure,
+)
+from gyre_client.command.job_steps import (
+    add_plan_arguments,
+    add_rewind_arguments,
+    add_why_arguments,
+    plan,
+    rewind,
+    why,
+)
+from gyre_client.command.options import (
     OneAddress,
     add_dataset_arguments,
     add_engine_argument,
     interval_s,
 )
-from gyre_client.command.bench import add_bench_arguments, bench
-from gyre_client.command.convert import add_convert_arguments, convert
-from gyre_client.command.describe import add_describe_arguments, cat, datasets, describe
-from gyre_client.command.indexing import (
-    add_index_arguments,
-    add_measure_arguments,
-    index,
-    lint,
-    measure,
-)
-from gyre_client.command.planning import add_plan_arguments, plan
-from gyre_client.command.rewind import add_rewind_arguments, add_why_arguments, rewind, why
-from gyre_client.command.serve_page import add_page_arguments, page
-from gyre_client.command.status import drain, status, top
+from gyre_client.command.status import add_page_arguments, drain, page, status, top
 from gyre_client.display.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
 from gyre_client.targets.target import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import shtab
 
-from gyre_client.command.arguments import (
+from gyre_client.command.options import (
     add_engine_argument,
     add_transforms_argument,
     daemons_of,
@@ -21,8 +21,7 @@ from gyre_client.command.arguments import (
 from gyre_client.display.formatting import CommandOutput, facts, size
 from gyre_client.display.terminal import progress_bar
 from gyre_client.errors import InvalidRequest, NotInstalled
-from gyre_client.messages.arguments import MAX_UINT32, whole
-from gyre_client.messages.requests import transform_list
+from gyre_client.messages.arguments import MAX_UINT32, transform_list, whole
 from gyre_client.transport.connection import Connection
 
 FORMATS = ("webdataset", "mds", "parquet", "tokens")

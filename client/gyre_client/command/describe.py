@@ -1,20 +1,45 @@
-"""`gyre datasets`, `describe` and `cat`: a daemon's datasets, the fields and samples of one."""
+"""`gyre datasets`, `describe`, `cat`, `index`, `measure` and `lint`: datasets and their shards.
+
+`index` says which shards changed and which cursors fit, `measure` how long samples are, `lint`
+which are corrupt or odd.
+"""
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from gyre_protos.text import printable
+from gyre_protos.text import counted, printable
+from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.arguments import dataset_of
+from gyre_client.command.options import (
+    add_engine_argument,
+    add_transforms_argument,
+    dataset_of,
+    on_shards,
+    transforms_of,
+)
 from gyre_client.display.descriptions import as_text, facts_of, fields_of
-from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, table
-from gyre_client.display.media import Picture, media_type, shows_pictures, thumbnail
-from gyre_client.display.samples import Sample, Value, first_samples, words_of
-from gyre_client.errors import GyreError, NotInstalled
-from gyre_client.messages.arguments import MAX_UINT32, whole
-from gyre_client.messages.requests import is_location
+from gyre_client.display.formatting import (
+    CommandOutput,
+    Picture,
+    facts,
+    media_type,
+    page_width,
+    plain,
+    shows_pictures,
+    size,
+    stacked,
+    table,
+    thumbnail,
+)
+from gyre_client.display.samples import Decode, Sample, Value, first_samples, token_ids, words_of
+from gyre_client.display.terminal import Bar, progress_bar
+from gyre_client.errors import CorruptSample, GyreError, NotInstalled
+from gyre_client.messages.arguments import MAX_UINT32, is_location, transform_list, whole
+from gyre_client.prepare.units import LOCAL, findings_of, merged_findings
 from gyre_client.transport.connection import Connection
 
 _MAX_SAMPLES = 1000
@@ -53,21 +78,20 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     return CommandOutput(value, text, more=more)
 
 
-def sample_text(
-    sample: Sample, head: str, decode: Callable[[str, Value], str | None] | None = None
-) -> list[str | Picture]:
+def sample_text(sample: Sample, head: str, decode: Decode | None = None) -> list[str | Picture]:
     """Returns the text about a sample, with pictures of its images where they can be drawn.
 
     Args:
         sample: To show.
         head: The first line.
-        decode: Returns the meaning of a field's value in words, if it has any.
+        decode: Turns token ids into text.
     """
     parts: list[str | Picture] = [f"\n{head}"]
     for name, value in sample.values.items():
         shape = ", ".join(map(str, value.shape))
         parts.append(f"  {printable(name)}  {value.dtype} [{shape}]  {words_of(value)}")
-        if decode and (text := decode(name, value)):
+        ids = None if isinstance(value.data, bytes) else token_ids(name, value)
+        if decode and ids and (text := decode(ids)):
             parts.append(f"    {words_of(Value('uint8', [len(text)], text.encode()))}")
         if not isinstance(value.data, bytes) or not shows_pictures(sys.stdout):
             continue
@@ -130,3 +154,264 @@ def datasets(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     if not rows:
         text = "This daemon serves no dataset by name."
     return CommandOutput([plain(each) for each in found], text)
+
+
+_MAX_LISTED = 20  # shards in the text for people; JSON has all of them
+_CHANGES = {
+    pb.SHARD_CHANGE_INDEXED: "indexed",
+    pb.SHARD_CHANGE_KEPT: "kept",
+    pb.SHARD_CHANGE_RESTORED: "restored",
+    pb.SHARD_CHANGE_CHANGED: "changed",
+}
+_MEANINGS = {
+    "indexed": "indexed for the first time",
+    "restored": "touched or put back, with the bytes that it had",
+    "removed": "is no longer there",
+    "changed": "has other bytes, or may have: no checksums of the earlier ones were taken",
+}
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only this command has."""
+    parser.add_argument(
+        "--checksums",
+        action="store_true",
+        help="read all local shards now, so that a later touch of one is told from a change",
+    )
+    add_engine_argument(parser)
+
+
+def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Builds the missing parts of a dataset's index, and shows the progress."""
+    with progress_bar("shards") as bar:
+        if args.engine != LOCAL:
+            on_shards(("index", "measure"), connection, args, None, bar)
+        indexed = Indexed.of(connection.index(dataset_of(args), with_checksums=args.checksums), bar)
+    return CommandOutput(indexed.to_plain(), indexed.to_text())
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `gyre measure`."""
+    add_transforms_argument(parser)
+    add_engine_argument(parser)
+
+
+def measure(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Measures the samples under a chain of transforms, and returns their lengths."""
+    dataset, transforms = dataset_of(args), transforms_of(args)
+    with progress_bar("shards") as bar:
+        if args.engine != LOCAL:
+            on_shards(("index", "measure"), connection, args, transforms, bar)
+        indexed = Indexed.of(connection.index(dataset, transforms=transforms), bar)
+    description = connection.describe(dataset, with_lengths=True, transforms=transforms)
+    lengths = list(description.lengths)
+    value = {
+        "num_samples": description.num_samples,
+        "num_measured": indexed.measured.shards_done if indexed.measured else 0,
+        "num_reused": indexed.measured.num_reused if indexed.measured else 0,
+        "lengths": {each.field: plain(each) for each in lengths},
+    }
+    text = "\n\n".join(as_text(each, page_width()) for each in lengths)
+    return CommandOutput(value, text or "no field differs in length")
+
+
+@dataclass(slots=True)
+class Indexed:
+    """An index and the shards it was made of.
+
+    Attributes:
+        last: The last message about it, which has the totals.
+        num_reused: How many shards were not scanned again.
+        columns: The columns that the filter of the dataset compares, by name.
+        measured: The progress in measuring transformed samples; None without transforms that
+            need it.
+        changes: The change of each shard, by its name: a key of `_MEANINGS`, or "kept".
+    """
+
+    last: pb.IndexProgress = field(default_factory=pb.IndexProgress)
+    num_reused: int = 0
+    columns: dict[str, pb.ColumnProgress] = field(default_factory=dict)
+    measured: pb.MeasuringProgress | None = None
+    changes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, progress: Iterable[pb.IndexProgress], bar: Bar) -> "Indexed":
+        """Returns the finished index; until then, the bar shows the progress."""
+        indexed = cls()
+        for each in progress:
+            if each.HasField("column"):
+                indexed.columns[each.column.name] = each.column
+                note = f"{each.column.name} read"
+                bar.update(each.column.shards_done, each.num_shards, note)
+                continue
+            if each.HasField("measured"):
+                indexed.measured = each.measured
+                bar.update(each.measured.shards_done, each.num_shards, "measured")
+                continue
+            indexed.last = each
+            indexed.num_reused += indexed.last.reused
+            indexed.changes[indexed.last.shard] = _CHANGES.get(indexed.last.change, "indexed")
+            num_samples = indexed.last.num_samples
+            samples = counted(num_samples, "sample", ",") if num_samples else ""
+            bar.update(indexed.last.shards_done, indexed.last.num_shards, samples)
+        indexed.changes |= dict.fromkeys(indexed.last.removed, "removed")
+        return indexed
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns JSON-ready values; `fingerprint_before` is None if no earlier one is known."""
+        return {
+            "num_shards": self.last.num_shards,
+            "num_reused": self.num_reused,
+            "num_samples": self.last.num_samples,
+            "columns": {
+                name: {"num_shards": each.shards_done, "num_reused": each.num_reused}
+                for name, each in self.columns.items()
+            },
+            "num_measured": self.measured.shards_done if self.measured else 0,
+            "shards": self.changes,
+            "fingerprint": self.last.fingerprint,
+            "fingerprint_before": self.last.fingerprint_before or None,
+            "was_appended": self.last.was_appended,
+        }
+
+    def to_text(self) -> str:
+        """Returns the text for people."""
+        counts = Counter(self.changes.values())
+        told = ", ".join(
+            f"{counts[change]:,} {change}"
+            for change in (*_CHANGES.values(), "removed")
+            if counts[change]
+        )
+        pairs = [
+            ("samples", f"{self.last.num_samples:,}"),
+            ("shards", f"{self.last.num_shards:,}: {told}"),
+            ("fingerprint", self.last.fingerprint),
+            ("cursors", self._cursors(counts["changed"])),
+        ]
+        for name, column in self.columns.items():
+            shards = counted(column.shards_done, "shard", ",")
+            text = f"{name} of {shards}, {column.num_reused:,} of them read before"
+            pairs.append(("column", text))
+        if its := self.measured:
+            shards = counted(its.shards_done, "shard", ",")
+            pairs.append(("lengths", f"of {shards}, {its.num_reused:,} of them measured before"))
+        rows = [
+            (name, _MEANINGS[change])
+            for name, change in sorted(self.changes.items())
+            if change != "kept"
+        ]
+        if not rows:
+            return facts(pairs)
+        more = f"\n... and {len(rows) - _MAX_LISTED:,} more" if len(rows) > _MAX_LISTED else ""
+        return f"{facts(pairs)}\n\n{table(('SHARD', 'WHAT IT IS'), rows[:_MAX_LISTED])}{more}"
+
+    def _cursors(self, num_changed: int) -> str:
+        before = self.last.fingerprint_before
+        if not before:
+            return "none is known that would have to fit"
+        if self.last.was_appended:
+            return (
+                f"those of {before}, as it was before, fit; epochs that begin after a resume have "
+                "the new samples, too"
+            )
+        if before != self.last.fingerprint:
+            return f"those of {before}, as it was before, no longer fit"
+        if num_changed:
+            return (
+                "all fit as before: a fingerprint covers only some of the bytes, "
+                "and the changed ones are not among them"
+            )
+        return "all fit as before"
+
+
+_MAX_NAMED = 100  # findings in the text for people; JSON has all that the daemon names
+_KINDS = {pb.LintFinding.KIND_CORRUPT: "corrupt", pb.LintFinding.KIND_ODD: "odd"}
+
+
+def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns the faults of a dataset; the exit status is 1 if there are any."""
+    dataset = dataset_of(args)
+    with progress_bar("shards" if args.engine != LOCAL else "passes over shards") as bar:
+        if args.engine != LOCAL:
+            found = merged_findings(on_shards(("lint",), connection, args, None, bar))
+            if not found.num_damaged:
+                found.findings.extend(_unfit(connection, dataset))
+        else:
+
+            def show(now: pb.LintProgress, num_found: int) -> None:
+                note = f"{num_found:,} found" if num_found else ""
+                bar.update(now.num_scanned + now.num_checked, 2 * now.num_shards, note)
+
+            found = findings_of(connection.lint(dataset), show)
+    findings = sorted(found.findings, key=lambda each: (each.shard, each.offset))
+    num_found = len(findings) + found.num_left_out
+    value = {
+        "num_shards": found.num_shards,
+        "num_samples": found.num_samples,
+        "num_bytes": found.num_bytes,
+        "num_decoded": found.num_decoded,
+        "not_decoded": dict(found.not_decoded),
+        "num_findings": num_found,
+        "findings": [_finding_to_plain(each) for each in findings],
+    }
+    return CommandOutput(
+        value, _lint_text(found, findings, num_found), status=1 if num_found else 0
+    )
+
+
+def _unfit(connection: Connection, dataset: pb.DatasetRef) -> Iterator[pb.LintFinding]:
+    """Yields why shards that nodes checked apart do not make one dataset."""
+    try:
+        connection.describe(dataset, transforms=transform_list([]))
+    except CorruptSample as error:
+        offset = error.facts.get("offset", "")
+        yield pb.LintFinding(
+            kind=pb.LintFinding.KIND_CORRUPT,
+            shard=error.facts.get("shard", ""),
+            offset=int(offset) if offset.isdecimal() else 0,
+            reason=error.facts.get("reason", str(error)),
+        )
+
+
+def _kind_of(finding: pb.LintFinding) -> str:
+    return _KINDS.get(finding.kind, "corrupt")
+
+
+def _finding_to_plain(finding: pb.LintFinding) -> dict[str, Any]:
+    return {**plain(finding), "kind": _kind_of(finding)}
+
+
+def _media(last: pb.LintProgress) -> str:
+    """How many images and sounds were decoded, and why others were not."""
+    parts = [f"{last.num_decoded:,} decoded"]
+    for reason, num in sorted(last.not_decoded.items()):
+        parts.append(f"{num:,} not decoded: {printable(reason)}")
+    return "; ".join(parts)
+
+
+def _lint_text(last: pb.LintProgress, findings: Sequence[pb.LintFinding], num_found: int) -> str:
+    pairs = [
+        ("shards", f"{last.num_shards:,}"),
+        ("samples", f"{last.num_samples:,} checked, {size(last.num_bytes)} of fields with checks"),
+        *([("media", _media(last))] if last.num_decoded or last.not_decoded else []),
+        ("found", f"{num_found:,}" if findings else "nothing"),
+    ]
+    if not findings:
+        return facts(pairs)
+    rows = [
+        (
+            _kind_of(each),
+            each.shard,
+            str(each.offset),
+            str(each.sample_id) if each.HasField("sample_id") else "-",
+        )
+        for each in findings[:_MAX_NAMED]
+    ]
+    # the reason has a separate line: it is longer than any column
+    table = stacked(("KIND", "SHARD", "OFFSET", "SAMPLE"), rows, 4, page_width()).split("\n")
+    lines = table[:1]
+    for line, each in zip(table[1:], findings, strict=False):
+        lines += [line, f"  {printable(each.reason)}"]
+    num_more = num_found - len(rows)
+    more = [f"... and {num_more:,} more"] if num_more else []
+    return "\n".join([facts(pairs), "", *lines, *more])

@@ -1,6 +1,5 @@
-"""The output of the `gyre` command: text for people, live screens, progress, samples, a page.
+"""The output of the `gyre` command: text for people, live screens, progress, samples.
 
-In: answers of a daemon, the first samples of a dataset. Out: lines for a terminal, or HTML.
-`formatting` lays out tables, `terminal` draws live screens, and `page` makes the page of
-`gyre describe --html`. Nothing here needs torch or numpy.
+In: answers of a daemon, the first samples of a dataset. Out: lines for a terminal.
+`formatting` lays out tables, and `terminal` draws live screens. Nothing here needs torch or numpy.
 """

@@ -5,7 +5,8 @@ They come in one batch over gRPC, which needs no torch.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +14,8 @@ import grpc
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.formatting import size
-from gyre_client.display.media import media_type
-from gyre_client.errors import DaemonFault
+from gyre_client.display.formatting import media_type, size
+from gyre_client.errors import DaemonFault, InvalidRequest, NotInstalled
 from gyre_client.messages.answers import (
     BFLOAT16,
     OFFSETS_SUFFIX,
@@ -24,7 +24,7 @@ from gyre_client.messages.answers import (
     check_group,
     check_same_dataset,
 )
-from gyre_client.messages.requests import order, reader
+from gyre_client.messages.arguments import order, reader
 from gyre_client.transport.channel import chunk_data
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
 from gyre_client.transport.outbox import Outbox
@@ -234,6 +234,60 @@ def _listed(value: "npt.NDArray[Any]", dtype: str) -> Any:
     if dtype.startswith("complex"):
         value = value[..., None].view(value.real.dtype)
     return value.tolist()
+
+
+LOSS_MASK = "loss_mask"
+# fields of whole numbers, but not of token ids
+_NO_IDS = frozenset((LOSS_MASK, "position", "cu_seqlens", "document_id"))
+_MAX_TOKENS = 8192
+_BYTES = "bytes"  # the tokenizer whose tokens are the bytes of the text
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def decoder(name: str | None) -> Decode | None:
+    """Returns a function that turns token ids into text: `bytes`, or that of a file of tokenizers.
+
+    Raises:
+        InvalidRequest: It is no such file.
+        NotInstalled: tokenizers is missing.
+    """
+    if name is None:
+        return None
+    if name == _BYTES:
+        return lambda ids: bytes(each for each in ids if 0 <= each < 256).decode(errors="replace")
+    try:
+        from tokenizers import Tokenizer  # noqa: PLC0415  # only where it is asked for
+    except ImportError as error:
+        raise NotInstalled.needs("--tokenizer", "tokenizers", "text") from error
+    try:
+        tokenizer = Tokenizer.from_file(name)
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidRequest(f"{name} is no file of a tokenizer: {error}") from error
+
+    def decode(ids: Sequence[int]) -> str:
+        try:
+            known = [each for each in ids if each >= 0]
+            return str(tokenizer.decode(known, skip_special_tokens=False))
+        except (OverflowError, TypeError):  # they are no ids of its
+            return ""
+
+    return decode
+
+
+def token_ids(name: str, value: Value) -> list[int] | None:
+    """Returns the numbers of a field that may be token ids: whole ones in one dim."""
+    if name in _NO_IDS or "int" not in value.dtype or len(value.shape) != 1:
+        return None
+    return list(value.data[:_MAX_TOKENS]) if len(value.data) > 1 else None
+
+
+def contributions(located: pb.LocateStepResponse) -> Counter[str]:
+    """Returns how many samples each source contributed, or each shard where there is one source."""
+    samples = [sample for row in located.rows for sample in row.samples]
+    if located.sources:
+        return Counter(located.sources[each.source] for each in samples)
+    return Counter(located.shards[each.shard] for each in samples)
 
 
 _MAX_CHARS, _MAX_NUMBERS = 300, 8

@@ -71,7 +71,7 @@ def data_iterator(
         global_batch_size: Samples of a step over all ranks.
         micro_batch_size: Samples of a micro-batch on one rank.
         seq_length: Tokens of an input; rows of the data have one more.
-        field: The field that has the token ids.
+        field: The field of token ids.
         loader: Other arguments of `gyre_client.Loader`.
 
     Raises:

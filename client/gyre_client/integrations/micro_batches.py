@@ -1,6 +1,6 @@
 """Batches for trainers of language models: inputs and targets, in micro-batches of one rank.
 
-A Loader's batch is what a rank reads for one step of the optimizer. Trainers that accumulate
+A Loader's batch is a rank's part of one step of the optimizer. Trainers that accumulate
 gradients, or have pipeline stages, take it in parts of `micro_batch_size` samples.
 """
 
@@ -87,7 +87,7 @@ class MicroBatches:
             loader: Its `batch_size` counts the samples of a step over all ranks.
             micro_batch_size: Samples of one part, on this rank.
             sequence_length: S, the tokens of an input.
-            field: The name of the field that has the tokens.
+            field: The name of the field of tokens.
 
         Raises:
             InvalidRequest: This rank's part of a step is not whole micro-batches.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.loader.loader import Loader
-from gyre_client.messages.requests import is_location
+from gyre_client.messages.arguments import is_location
 from gyre_client.targets import private_daemon
 from gyre_client.targets.target import dataset_or_path
 from gyre_client.transport.connection import Connection

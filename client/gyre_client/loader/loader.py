@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from threading import get_ident
 from typing import Any, NoReturn, Self
 
@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 from gyre_client.batches.batch import Position, widened
 from gyre_client.batches.device import parse_device
 from gyre_client.batches.stream import STALL_TIMEOUT_S
-from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest
+from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest, fold, folded
 from gyre_client.loader import notebook
 from gyre_client.loader.as_data_loader import (
     check_reader,
@@ -37,15 +37,16 @@ from gyre_client.loader.functions import (
     declare_functions,
     declared_or_functions,
 )
-from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.place import (
     FORK_ADVICE,
     ActiveIteration,
     EpochIterator,
-    LoaderResources,
     OneThread,
     Place,
     Stream,
+    Terms,
+    cursor_of,
+    describe,
 )
 from gyre_client.loader.ranks import (
     Agreement,
@@ -54,121 +55,25 @@ from gyre_client.loader.ranks import (
     join_run,
     ranks_of_loader,
 )
-from gyre_client.messages.arguments import MAX_STEP, MAX_UINT32, flag, seconds, whole
-from gyre_client.messages.requests import dataset_ref, reader, skipped_steps, source_weights
-from gyre_client.messages.requests import order as order_spec
+from gyre_client.messages.arguments import (
+    MAX_STEP,
+    MAX_UINT32,
+    dataset_ref,
+    flag,
+    reader,
+    seconds,
+    skipped_steps,
+    source_weights,
+    whole,
+)
+from gyre_client.messages.arguments import order as order_spec
 from gyre_client.targets.target import dataset_or_path, target_of_dataset
-from gyre_client.tracebacks import fold, folded
 from gyre_client.transport.outbox import NEVER
-
-
-class LoaderProperties(IterableDataset[dict[str, torch.Tensor]]):
-    """The facts of a dataset, and the steps of a job; the base of `Loader`."""
-
-    _description: pb.DatasetDescription
-    _place: Place
-    _request: pb.OpenSessionRequest
-
-    @property
-    def num_samples(self) -> int:
-        """N, the number of samples in the dataset; if it has grown, in its last epochs."""
-        return self._description.num_samples
-
-    @property
-    def format(self) -> str:
-        """The format of the dataset, as it was named or found."""
-        return self._description.format
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the dataset's contents.
-
-        Datasets with equal fingerprints give the same batches for the same arguments.
-        """
-        return self._description.fingerprint
-
-    @property
-    def categories(self) -> dict[str, tuple[str, ...]]:
-        """The meanings of the values of fields: the names of classes, by field of the dataset.
-
-            names = loader.categories["class"]
-            print(names[batch["class"][0]])  # the folder of the first file
-
-        Fields whose values are just numbers are left out. Names do not depend on transforms: a
-        stored field has them also where a transform drops it or makes another field of it. A
-        mixture has those of the fields that its sources hand on, and those of `source`.
-        """
-        described = self._description
-        dropped = {each.field: tuple(each.names) for each in described.dropped_categories}
-        kept = {each.name: tuple(each.categories) for each in described.fields if each.categories}
-        return dropped | kept
-
-    @property
-    def media_types(self) -> dict[str, str]:
-        """The media types of fields' bytes, where all samples have one.
-
-        `image/jpeg` of members `.jpg` of tar shards, `image/*` of a column of images of Hugging
-        Face, for one.
-        """
-        fields = self._description.fields
-        return {field.name: field.media_type for field in fields if field.media_type}
-
-    @property
-    def local_batch_size(self) -> int:
-        """B, the number of samples in each of this rank's batches."""
-        return self._request.order.global_batch_size // self._request.reader.world_size
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The most steps that an epoch has; with `wrap`, some epochs have one less."""
-        return self._place.epochs.max_steps(1)
-
-    @property
-    def step(self) -> int:
-        """The global step of the next batch, counted from 0, including steps left out.
-
-        That of the batch in hand is `last_step`.
-        """
-        return self.step_of(self.num_batches)
-
-    @property
-    def last_step(self) -> int | None:
-        """The global step of the last batch, the one that a loop has in hand: log this one.
-
-        `gyre plan --step`, `gyre why --step` and `gyre rewind --step` know the batch by it. None
-        before the first batch, and after `load_state_dict`, `set_epoch` or `reset` until the next.
-        """
-        last = self._place.last_batch
-        return None if last is None else self._place.epochs.step_of(last)
-
-    def step_of(self, batch: int) -> int:
-        """Returns the global step of the batch with this number, counted from 0."""
-        self._place.locate()
-        return self._place.epochs.step_of(whole("batch", batch, 0, MAX_STEP))
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches come before the next one: `step` without skipped steps."""
-        self._place.locate()
-        return self._place.position.batch
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in which the next step begins, counted from 0."""
-        batch = self.num_batches  # which asks the daemon how the job's epochs are
-        return self._place.epochs.epoch_of(batch)
-
-    @property
-    def epochs_passed(self) -> float:
-        """The number of epochs before the next step, as a fraction."""
-        batch = self.num_batches  # which asks the daemon how the job's epochs are
-        return self._place.epochs.epochs_before(batch)
-
 
 _log = logging.getLogger("gyre_client")
 
 
-class Loader(LoaderProperties):
+class Loader(IterableDataset[dict[str, torch.Tensor]]):
     """Reads one rank's part of a globally shuffled dataset from a Gyre daemon.
 
         with Loader("corpus", batch_size=256, seed=1) as loader:
@@ -390,8 +295,9 @@ class Loader(LoaderProperties):
         self._loaded_batch = -1  # the one at which a state was loaded just now
         self._active = ActiveIteration()
         target = target_of_dataset(address, dataset, data_format, daemon_user)
-        self._resources = LoaderResources(target)
-        self._finalizer = weakref.finalize(self, self._resources.release)
+        terms = Terms(to_device, token_dtype, reattach_timeout_s, stall_timeout_s)
+        self._place = Place(target, self._request, tail, terms)
+        self._finalizer = weakref.finalize(self, self._place.release)
         try:
             declare_classes(self._request.dataset, format, storage, target)
             if functions:
@@ -413,17 +319,103 @@ class Loader(LoaderProperties):
             raise
         what, found = self._description.name or self._description.uri, self.num_samples
         _log.info("dataset %s: %s samples, format %s", printable(what), f"{found:,}", self.format)
-        open_here = partial(
-            open_stream,
-            target=target,
-            description=self._description,
-            device=to_device,
-            token_dtype=token_dtype,
-            reattach_timeout_s=reattach_timeout_s,
-            stall_timeout_s=stall_timeout_s,
-            agreement=Agreement(key, rank, arguments, is_private=target.private is not None),
-        )
-        self._place = Place(self._resources, self._request, self._description, tail, open_here, cut)
+        agreement = Agreement(key, rank, arguments, is_private=target.private is not None)
+        self._place.begin(self._description, agreement, cut)
+
+    @property
+    def num_samples(self) -> int:
+        """N, the number of samples in the dataset; if it has grown, in its last epochs."""
+        return self._description.num_samples
+
+    @property
+    def format(self) -> str:
+        """The format of the dataset, as it was named or found."""
+        return self._description.format
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the dataset's contents.
+
+        Datasets with equal fingerprints give the same batches for the same arguments.
+        """
+        return self._description.fingerprint
+
+    @property
+    def categories(self) -> dict[str, tuple[str, ...]]:
+        """The meanings of the values of fields: the names of classes, by field of the dataset.
+
+            names = loader.categories["class"]
+            print(names[batch["class"][0]])  # the folder of the first file
+
+        Fields whose values are just numbers are left out. Names do not depend on transforms: a
+        stored field has them also where a transform drops it or makes another field of it. A
+        mixture has those of the fields that its sources hand on, and those of `source`.
+        """
+        described = self._description
+        dropped = {each.field: tuple(each.names) for each in described.dropped_categories}
+        kept = {each.name: tuple(each.categories) for each in described.fields if each.categories}
+        return dropped | kept
+
+    @property
+    def media_types(self) -> dict[str, str]:
+        """The media types of fields' bytes, where all samples have one.
+
+        `image/jpeg` of members `.jpg` of tar shards, `image/*` of a column of images of Hugging
+        Face, for one.
+        """
+        fields = self._description.fields
+        return {field.name: field.media_type for field in fields if field.media_type}
+
+    @property
+    def local_batch_size(self) -> int:
+        """B, the number of samples in each of this rank's batches."""
+        return self._request.order.global_batch_size // self._request.reader.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The most steps that an epoch has; with `wrap`, some epochs have one less."""
+        return self._place.epochs.max_steps(1)
+
+    @property
+    def step(self) -> int:
+        """The global step of the next batch, counted from 0, including steps left out.
+
+        That of the batch in hand is `last_step`.
+        """
+        return self.step_of(self.num_batches)
+
+    @property
+    def last_step(self) -> int | None:
+        """The global step of the last batch, the one that a loop has in hand: log this one.
+
+        `gyre plan --step`, `gyre why --step` and `gyre rewind --step` know the batch by it. None
+        before the first batch, and after `load_state_dict`, `set_epoch` or `reset` until the next.
+        """
+        last = self._place.last_batch
+        return None if last is None else self._place.epochs.step_of(last)
+
+    def step_of(self, batch: int) -> int:
+        """Returns the global step of the batch with this number, counted from 0."""
+        self._place.locate()
+        return self._place.epochs.step_of(whole("batch", batch, 0, MAX_STEP))
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches come before the next one: `step` without skipped steps."""
+        self._place.locate()
+        return self._place.position.batch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next step begins, counted from 0."""
+        batch = self.num_batches  # which asks the daemon how the job's epochs are
+        return self._place.epochs.epoch_of(batch)
+
+    @property
+    def epochs_passed(self) -> float:
+        """The number of epochs before the next step, as a fraction."""
+        batch = self.num_batches  # which asks the daemon how the job's epochs are
+        return self._place.epochs.epochs_before(batch)
 
     def __iter__(self) -> EpochIterator:
         refuse_stacking(sys._getframe().f_back)
@@ -563,7 +555,7 @@ class Loader(LoaderProperties):
 
         Where an exception ended it early, call it again.
         """
-        self._resources.release()
+        self._place.release()
         self._finalizer.detach()
 
     @property

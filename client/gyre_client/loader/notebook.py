@@ -16,18 +16,16 @@ from gyre_client.transport.connection import Connection
 
 if TYPE_CHECKING:
     from gyre_client.loader.loader import Loader
-import base64
 import html
 from collections.abc import Iterable, Sequence
 
 from gyre_protos.text import printable
 
-from gyre_client.display.media import media_type
+from gyre_client.display.formatting import MediaBudget, media_type
 from gyre_client.display.samples import Value, text_of, words_of
 
 _MAX_TEXT_CHARS = 5000
-# Bytes of images and sounds: larger ones are named, so that the notebook stays small.
-_MAX_MEDIUM_BYTES, _MAX_MEDIA_BYTES = 8 << 20, 4 << 20
+_MAX_MEDIA_BYTES = 4 << 20
 _STYLE = """
 .gyre table { display: table; margin: .3rem 0; }
 .gyre th, .gyre td { text-align: left !important; vertical-align: top; }
@@ -35,26 +33,6 @@ _STYLE = """
 .gyre pre { white-space: pre-wrap; max-height: 10rem; overflow: auto; margin: 0; }
 .gyre img { max-width: 16rem; max-height: 12rem; }
 """
-
-
-class _Media:
-    """How many bytes of images and sounds the page may still have."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
-
-    def element(self, data: bytes) -> str | None:
-        """Returns the element that shows or plays the bytes; None if they are of no such kind."""
-        kind = media_type(data)
-        if kind is None:
-            return None
-        if len(data) > min(_MAX_MEDIUM_BYTES, self._left):
-            return f"<p>{kind}, too large for this cell</p>"
-        self._left -= len(data)
-        source = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        if kind.startswith("image/"):
-            return f'<img alt="" src="{source}">'
-        return f'<audio controls preload="none" src="{source}"></audio>'
 
 
 def cell_of(
@@ -69,7 +47,7 @@ def cell_of(
         fields: The heads of their table, and the table.
         samples: Those to show.
     """
-    media = _Media(_MAX_MEDIA_BYTES)
+    media = MediaBudget(_MAX_MEDIA_BYTES)
     rows = "".join(
         f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in facts
     )
@@ -82,7 +60,7 @@ def cell_of(
     return f'<div class="gyre"><style>{_STYLE}</style>{tables}{shown}</div>'
 
 
-def _sample(sample: Sample, media: _Media) -> str:
+def _sample(sample: Sample, media: MediaBudget) -> str:
     rows = "".join(
         f"<tr><th>{_text(name)}</th><td>{_value(value, media)}</td></tr>"
         for name, value in sample.values.items()
@@ -90,9 +68,14 @@ def _sample(sample: Sample, media: _Media) -> str:
     return f"<article><h3>sample {int(sample.sample_id)}</h3><table>{rows}</table></article>"
 
 
-def _value(value: Value, media: _Media) -> str:
-    if isinstance(value.data, bytes) and (element := media.element(value.data)):
-        return element
+def _value(value: Value, media: MediaBudget) -> str:
+    if isinstance(value.data, bytes) and (kind := media_type(value.data)):
+        source = media.source(kind, value.data)
+        if source is None:
+            return f"<p>{kind}, too large for this cell</p>"
+        if kind.startswith("image/"):
+            return f'<img alt="" src="{source}">'
+        return f'<audio controls preload="none" src="{source}"></audio>'
     text = text_of(value)
     if text is None:
         return f"<pre>{_text(words_of(value))}</pre>"
@@ -130,7 +113,7 @@ def _samples(loader: "Loader") -> list[Sample]:
     dataset, seed = loader._request.dataset, loader._request.order.seed
     for transforms in (pb.TransformList(), loader._declared):
         try:
-            with Connection(loader._resources.target.address) as connection:
+            with Connection(loader._place.target.address) as connection:
                 found = connection.describe(dataset, _TIMEOUT_S, transforms=transforms)
                 return first_samples(connection, dataset, found, _NUM_SAMPLES, seed, transforms)
         except GyreError:

@@ -10,31 +10,49 @@ s begins at position sG and belongs to the epoch of that position. So with `wrap
 ceil(N/G) steps, or one less. A dataset may grow between two epochs. A *stage* is a run of epochs
 with the same N. A job may leave steps out. Its *batches* are counted without them, and a session
 knows them by these numbers; a step of the order keeps its own.
+
+While the daemon measures a dataset, the loader shows how far it is.
 """
 
+import contextlib
 import itertools
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import get_ident
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.batch import Position
-from gyre_client.batches.device import DeviceStream
+from gyre_client.batches.device import CudaTransfer, DeviceStream
 from gyre_client.batches.stream import BatchStream
-from gyre_client.errors import ConcurrentUse, DaemonFault, ForkedProcess, GyreError, InvalidRequest
-from gyre_client.loader.ranks import SequenceCut
+from gyre_client.display.descriptions import measuring_line
+from gyre_client.display.formatting import is_watched
+from gyre_client.display.terminal import progress_bar
+from gyre_client.errors import (
+    ConcurrentUse,
+    CursorRejected,
+    DaemonFault,
+    ForkedProcess,
+    GyreError,
+    InvalidRequest,
+    fold,
+)
+from gyre_client.loader.ranks import Agreement, SequenceCut
+from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
+from gyre_client.messages.arguments import mapping, shown
 from gyre_client.targets.target import Target
-from gyre_client.tracebacks import fold
+from gyre_client.transport.connection import Connection, Outage
 
 if TYPE_CHECKING:
     from gyre_client.loader.loader import Loader
-from bisect import bisect_right
-from collections.abc import Sequence
 
 
 class Epochs:
@@ -144,79 +162,23 @@ FORK_ADVICE = (
 )
 
 
-class LoaderResources:
-    """A Loader's target and stream.
-
-    Attributes:
-        pid: The process that made them, which alone may use and release them.
-        target: The daemon.
-        stream: None where no session is open.
-        position: Where the loader stands while no session is open.
-        unfinished: Streams being opened or closed; an interrupt may have left them here.
-        is_released: Whether they were released, so that no session can be opened.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.pid = os.getpid()
-        self.target = target
-        self.stream: BatchStream | DeviceStream | None = None
-        self.position = Position(b"", 0)
-        self.unfinished: list[BatchStream] = []
-        self.is_released = False
-        self._holds_target = True
-
-    def open_stream(self) -> BatchStream | DeviceStream | None:
-        """Returns the stream if it is open in this process, which needs no further check."""
-        return self.stream if self.pid == os.getpid() else None
-
-    def check_usable(self) -> None:
-        """Checks that a session may be opened here.
-
-        Raises:
-            ForkedProcess: This is another process than the one that made them.
-            InvalidRequest: They were released.
-        """
-        if self.pid != os.getpid():
-            raise ForkedProcess(
-                f"this Loader was made by process {self.pid}, "
-                f"but process {os.getpid()} reads it. {FORK_ADVICE}"
-            )
-        if self.is_released:
-            raise InvalidRequest("this Loader is closed")
-
-    def close_stream(self) -> None:
-        """Ends the session, drops batches read ahead, and keeps the position."""
-        stream = self.stream
-        if stream is not None:
-            self.unfinished.append(stream.source)
-            self.position = Position(stream.position.cursor, stream.position.batch)
-            self.stream = None
-            stream.close()
-        self.finish()
-
-    def finish(self) -> None:
-        """Ends sessions that an interrupt kept from being opened or closed."""
-        while self.unfinished:
-            stream = self.unfinished[-1]
-            if self.stream is None or stream is not self.stream.source:
-                stream.close()
-            self.unfinished.pop()
-
-    def release(self) -> None:
-        """Ends the session and lets go of a private daemon; may be repeated after an interrupt."""
-        if self.pid == os.getpid():  # a forked child's copy owns nothing
-            self.is_released = True
-            self.close_stream()
-            if self._holds_target:
-                self._holds_target = False  # first: released twice, it would end another's daemon
-                self.target.release()
-
-
 Stream = BatchStream | DeviceStream
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a loader reads; see `Loader`."""
+
+    device: torch.device | None
+    token_dtype: str
+    reattach_timeout_s: float
+    stall_timeout_s: float
+
+
 class Place:
-    """A place in the order of a job. The daemon says where the job begins, once it is asked.
+    """A place in the order of a job, and the session that reads from there.
+
+    The daemon says where the job begins, once it is asked.
 
     [Note: An interrupt takes no batch]
     A signal may raise an exception at any line, and memory may run out at most. So a batch is made
@@ -228,55 +190,70 @@ class Place:
     raised in the caller's line, which then has no batch; a `for` loop has no such moment.
 
     Attributes:
+        target: The daemon.
         epochs: The steps and epochs of the job, as its session counts them.
     """
 
+    epochs: Epochs
+    _description: pb.DatasetDescription
+    _agreement: Agreement
+    _cut: SequenceCut | None
+
     def __init__(
-        self,
-        resources: LoaderResources,
-        request: pb.OpenSessionRequest,
-        description: pb.DatasetDescription,
-        tail: str,
-        open_stream: Callable[[pb.OpenSessionRequest, Iterator[int], list[BatchStream]], Stream],
-        cut: SequenceCut | None = None,
+        self, target: Target, request: pb.OpenSessionRequest, tail: str, terms: Terms
     ) -> None:
-        """Stands before the first batch, and opens nothing.
+        """Stands before the first batch, and opens nothing; `begin` comes next.
 
         Args:
-            resources: Keep the stream; releasing them ends it.
+            target: The daemon; released with the place.
             request: The job's request; a session has it with the place where its stream begins.
-            description: The dataset's description; it grows with the dataset.
             tail: How to use samples that do not fill an epoch's last batch.
-            open_stream: Opens a session by a request; see `opening.open_stream`.
+            terms: How to read.
+        """
+        self.target = target
+        self._request = request
+        self._tail = tail
+        self._terms = terms
+        self._pid = os.getpid()  # this process alone may use and release it
+        self._stream: Stream | None = None
+        self._position = Position(b"", 0)  # while no session is open
+        # Streams being opened or closed; an interrupt may have left them here.
+        self._unfinished: list[BatchStream] = []
+        self._is_released = False
+        self._holds_target = True
+        self._generations = itertools.count(request.reader.generation + 1)
+
+    def begin(
+        self, description: pb.DatasetDescription, agreement: Agreement, cut: SequenceCut | None
+    ) -> None:
+        """Counts the epochs of the dataset.
+
+        Args:
+            description: Of the dataset; it grows with the dataset.
+            agreement: Compares the ranks.
             cut: Makes a context-parallel rank's slice of each batch; None for whole batches.
         """
-        self._resources = resources
-        self._request = request
-        self._description = description
-        self._tail = tail
-        self._open_stream = open_stream
-        self._cut = cut
-        self._generations = itertools.count(request.reader.generation + 1)
+        self._description, self._agreement, self._cut = description, agreement, cut
         self._count([(0, description.num_samples)])
 
     @property
     def position(self) -> Position:
         """The cursor resumes after the last batch taken; it is empty before the first session."""
-        stream = self._resources.stream
-        return self._resources.position if stream is None else stream.position
+        stream = self._stream
+        return self._position if stream is None else stream.position
 
     @property
     def last_batch(self) -> int | None:
         """The number of the last batch, if it came from the open stream."""
-        stream = self._resources.stream
+        stream = self._stream
         if stream is None or stream.position.batch == stream.opened.first_step:
             return None
         return stream.position.batch - 1
 
     def stream(self) -> Stream:
         """Returns the stream; opens it at the cursor if it is not open."""
-        self._resources.check_usable()
-        return self._resources.stream or self._open(self.position.cursor)
+        self._check_usable()
+        return self._stream or self._open(self.position.cursor)
 
     def peek(self) -> tuple[Stream, dict[str, torch.Tensor], Position]:
         """Returns the stream, the tensors of its next batch, and the position behind it.
@@ -286,7 +263,9 @@ class Place:
         Raises:
             StopIteration: The daemon has ended the batches.
         """
-        stream = self._resources.open_stream() or self.stream()
+        stream = self._stream
+        if stream is None or self._pid != os.getpid():
+            stream = self.stream()
         found = stream.peek()
         if found is None:
             raise StopIteration
@@ -296,7 +275,9 @@ class Place:
 
     def iterate_until(self, stop: int) -> None:
         """Lets the daemon read up to this batch, and no further for now."""
-        stream = self._resources.open_stream() or self.stream()
+        stream = self._stream
+        if stream is None or self._pid != os.getpid():
+            stream = self.stream()
         stream.source.iterate_until(stop)
 
     def locate(self) -> None:
@@ -308,36 +289,96 @@ class Place:
         """Makes the batch with this number the next one."""
         self.locate()
         if batch != self.position.batch:
-            self._resources.check_usable()
-            self._resources.close_stream()
+            self._check_usable()
+            self._close_stream()
             self._open(self.position.cursor, step=batch)
 
     def resume(self, cursor: bytes, *, changed_transforms: bool) -> None:
         """Goes to the place of a cursor; stays where it is if the daemon refuses that."""
-        self._resources.check_usable()
-        self._resources.close_stream()
+        self._check_usable()
+        self._close_stream()
         self._open(cursor, grow=True, changed_transforms=changed_transforms)
+
+    def release(self) -> None:
+        """Ends the session and lets go of a private daemon; may be repeated after an interrupt."""
+        if self._pid == os.getpid():  # a forked child's copy owns nothing
+            self._is_released = True
+            self._close_stream()
+            if self._holds_target:
+                self._holds_target = False  # first: released twice, it would end another's daemon
+                self.target.release()
+
+    def _check_usable(self) -> None:
+        """Checks that a session may be opened here.
+
+        Raises:
+            ForkedProcess: This is another process than the one that made it.
+            InvalidRequest: It was released.
+        """
+        if self._pid != os.getpid():
+            raise ForkedProcess(
+                f"this Loader was made by process {self._pid}, "
+                f"but process {os.getpid()} reads it. {FORK_ADVICE}"
+            )
+        if self._is_released:
+            raise InvalidRequest("this Loader is closed")
+
+    def _close_stream(self) -> None:
+        """Ends the session, drops batches read ahead, and keeps the position."""
+        stream = self._stream
+        if stream is not None:
+            self._unfinished.append(stream.source)
+            self._position = Position(stream.position.cursor, stream.position.batch)
+            self._stream = None
+            stream.close()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Ends sessions that an interrupt kept from being opened or closed."""
+        while self._unfinished:
+            stream = self._unfinished[-1]
+            if self._stream is None or stream is not self._stream.source:
+                stream.close()
+            self._unfinished.pop()
 
     def _open(self, cursor: bytes, **where: object) -> Stream:
         """Opens a session there; an exception leaves the loader without one, where it was.
 
         With `grow`, samples that were added since the cursor was saved come in later epochs. The
         weights of a mixture count where a job begins or resumes; afterwards the cursor has them.
+
+        Raises:
+            GyreError: The daemon refuses, or the dataset is another one than was described, or than
+                that of another rank.
         """
         request = pb.OpenSessionRequest()
         request.CopyFrom(self._request)
         if cursor and not where.get("grow"):
             request.ClearField("weights")
         request.MergeFrom(pb.OpenSessionRequest(cursor=cursor, **where))  # type: ignore[arg-type]
-        resources = self._resources
-        resources.finish()
+        self._finish()
+        terms = self._terms
         try:
-            stream = self._open_stream(request, self._generations, resources.unfinished)
+            # Made first: a device that fails opens no session.
+            transfer = None if terms.device is None else CudaTransfer(terms.device)
+            source = BatchStream(
+                self.target,
+                request,
+                terms.reattach_timeout_s,
+                terms.token_dtype,
+                terms.stall_timeout_s,
+                self._generations,
+            )
+            self._unfinished.append(source)
+            source.open()
+            check_same_dataset(source.opened, self._description)
+            self._agreement.check(source.opened)
+            stream = source if transfer is None else DeviceStream(source, transfer)
             self._adopt(stream.opened)
-            resources.stream = stream
+            self._stream = stream
             return stream
         finally:
-            resources.finish()
+            self._finish()
 
     def _adopt(self, opened: pb.SessionOpened) -> None:
         """Counts samples, steps and epochs as the session does."""
@@ -350,10 +391,10 @@ class Place:
         self._count(stages, skipped)
 
     def _count(
-        self, stages: list[tuple[int, int]], skipped: list[tuple[int, int]] | None = None
+        self, stages: list[tuple[int, int]], skipped: Sequence[tuple[int, int]] = ()
     ) -> None:
         batch_size = self._request.order.global_batch_size
-        self.epochs = epochs_of(stages, batch_size, self._tail, skipped or ())
+        self.epochs = epochs_of(stages, batch_size, self._tail, skipped)
 
 
 _UNKNOWN = -1
@@ -507,3 +548,108 @@ class OneThread:
                 return True
             frame = frame.f_back
         return False
+
+
+# The first line comes soon enough that the job does not seem to hang; further ones, at
+# growing intervals, do not fill the log of a job that waits for hours.
+FIRST_LOOK_S, LONGEST_PAUSE_S = 5.0, 60.0
+_FRAME_S = 1.0  # between two looks of a bar
+_LOOK_TIMEOUT_S = 2.0  # an answer that came later would hold up a loader that need not wait
+_log = logging.getLogger("gyre_client")
+
+
+class MeasuringWatch:
+    """Watches the daemon while the context is open, and shows its progress in measuring.
+
+    As a bar on a terminal or in a notebook, else as warnings in the log.
+
+    An error that leaves the context says how far measuring was, if it was seen.
+    """
+
+    def __init__(self, target: Target, dataset: str) -> None:
+        """Looks at the daemon of a target.
+
+        Args:
+            target: The loader's daemon.
+            dataset: The name that it waits for; "" for one without a definition.
+        """
+        self._dataset = dataset
+        self._target = target
+        self._over = threading.Event()
+        self._last = ""
+        self._thread = threading.Thread(target=self._run, name="gyre-measuring", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        if isinstance(error, GyreError) and self._last:
+            raise error.told(f"{error}. The daemon measures, {self._last}") from error
+
+    def _run(self) -> None:
+        pause_s = FIRST_LOOK_S
+        draws = is_watched() and os.environ.get("LOCAL_RANK", "0") == "0"
+        with contextlib.ExitStack() as shown:
+            bar, states = None, list[pb.MeasuringState]()
+            while not self._over.wait(pause_s):
+                pause_s = _FRAME_S if draws else min(2 * pause_s, LONGEST_PAUSE_S)
+                with contextlib.suppress(GyreError):
+                    states = self._look()
+                    self._last = "; ".join(map(measuring_line, states))
+                if not self._last or self._over.is_set():
+                    continue
+                if not draws:
+                    _log.warning("waiting until samples are measured: %s", self._last)
+                    continue
+                bar = bar or shown.enter_context(progress_bar("samples measured"))
+                num_done, num_all = (
+                    sum(s.num_done for s in states),
+                    sum(s.num_samples for s in states),
+                )
+                bar.update(num_done, num_all, ", ".join(s.dataset for s in states))
+
+    def _look(self) -> list[pb.MeasuringState]:
+        with Connection(self._target.address) as connection:
+            states = connection.status(_LOOK_TIMEOUT_S).measurings
+        return [s for s in states if self._dataset in ("", s.dataset)]
+
+
+def describe(
+    target: Target,
+    dataset: pb.DatasetRef,
+    transforms: pb.TransformList | None,
+    reattach_timeout_s: float,
+) -> pb.DatasetDescription:
+    """Returns the daemon's description of a dataset; waits for a daemon that is away.
+
+    Raises:
+        GyreError: See `Loader`.
+    """
+    with Connection(target.address) as connection, MeasuringWatch(target, dataset.name):
+        return Outage(reattach_timeout_s).retry(
+            lambda timeout_s: connection.describe(dataset, timeout_s, transforms=transforms)
+        )
+
+
+def cursor_of(state_dict: Mapping[str, Any]) -> bytes:
+    """Returns the cursor of a loader's state.
+
+    Raises:
+        InvalidRequest: It is no dict of names and values.
+        CursorRejected: It is no state of a `Loader`.
+    """
+    cursor = mapping("state_dict", state_dict).get("cursor")
+    if not isinstance(cursor, bytes) or not 0 < len(cursor) <= MAX_CURSOR_BYTES:
+        raise CursorRejected(
+            f"this is no state of a Loader: it has {shown(sorted(state_dict))}, "
+            f"and `cursor` must be bytes, at most {MAX_CURSOR_BYTES}"
+        )
+    return cursor

@@ -10,9 +10,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gyre_client.errors import InvalidRequest
+from gyre_client.errors import InvalidRequest, folded
 from gyre_client.messages.arguments import mapping, shown, text
-from gyre_client.tracebacks import folded
 
 _JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 

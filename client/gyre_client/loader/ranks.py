@@ -1,8 +1,8 @@
 """Finds out which part of each batch this process reads, which slice of it, and for which job.
 
 A *data rank* is a part of each global batch. *Peers* are processes that read the same part: the
-ranks along the tensor-, pipeline- or context-parallel dims of a mesh. `Agreement` compares what all
-ranks of a run read.
+ranks along the tensor-, pipeline- or context-parallel dims of a mesh. `Agreement` compares the
+batches of all ranks of a run.
 
 [Note: Two cuts] A sequence of L tokens is cut for n context-parallel ranks. *Contiguous*: rank r
 has the tokens [rL/n, (r+1)L/n). *Zig-zag*: the sequence has 2n chunks, and rank r has chunks r and
@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from gyre_client.errors import CursorRejected, InvalidRequest
 from gyre_client.messages.answers import MASK, OFFSETS_SUFFIX
 from gyre_client.messages.arguments import MAX_UINT32, choice, shown, whole
-from gyre_client.targets.private_folder import temporary_folder
 from gyre_client.targets.run import (
     agreed,
     launched,
@@ -40,6 +39,7 @@ from gyre_client.targets.run import (
     launched_here,
     machine,
     ordinal,
+    temporary_folder,
     this_run,
 )
 

@@ -1,14 +1,15 @@
-"""A run of `gyre-train` as the page shows it: its status file, its losses, and its spikes."""
+"""A run of `gyre-train` by its files: its cursor and data, its losses and spikes."""
 
 import base64
 import contextlib
+import hashlib
 import json
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +17,9 @@ from typing import Any
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.run_files import read_run
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.answers import MAX_CURSOR_BYTES
-from gyre_client.messages.requests import dataset_ref
+from gyre_client.messages.arguments import dataset_ref
 
 _STATUS, _HISTORY = "status.json", "history.jsonl"
 _MAX_STATUS_BYTES = 1 << 20
@@ -157,7 +157,7 @@ class TrainingRun:
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Reads the status file, and the lines of the history that are new."""
+        """Reads the status file, and the new lines of the history."""
         with self._lock, contextlib.suppress(OSError):
             self._status = _status(self.path / _STATUS)
         with self._lock, contextlib.suppress(OSError):
@@ -173,14 +173,11 @@ class TrainingRun:
             data = file.read(_MAX_READ_BYTES)
         data = data[: data.rfind(b"\n") + 1]
         self._offset += len(data)
-        for line in data.splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                if isinstance(entry, dict):
-                    self._curve.add(entry)
+        for entry in _entries(data):
+            self._curve.add(entry)
 
     def plain(self) -> dict[str, Any]:
-        """Returns what changes with each step."""
+        """Returns the values after the last step."""
         status, curve = self._status, self._curve
         written_at = status.get("written_at", 0.0)
         return {
@@ -248,5 +245,169 @@ def _status(path: Path) -> dict[str, Any]:
         cursor = base64.b64decode(found["cursor"], validate=True)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return {}
-    is_cursor = cursor.startswith(b"GYRE") and len(cursor) <= MAX_CURSOR_BYTES
-    return {**status, "cursor": cursor if is_cursor else b""}
+    return {**status, "cursor": cursor if _is_cursor(cursor) else b""}
+
+
+_MANIFEST = "checkpoint.json"
+_MAX_MANIFEST_BYTES = 1 << 26
+# Options never taken from a run's files: where credentials of the caller's environment are sent,
+# and whether links may lead out of the data's folder, to files of the caller.
+_OF_THE_CALLER = ("storage", "follow_links")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """A job that was run.
+
+    Attributes:
+        cursor: Any one of the job.
+        dataset: As the run's configuration names it; empty if unknown.
+        format: The format of the data at a path; empty for a name.
+        options: The options of the data at a path, but for those that may hold credentials.
+        checkpoints: The steps of the run's checkpoints; empty for a cursor's file.
+        history: The records of committed steps, by step; empty for a cursor's file.
+    """
+
+    cursor: bytes
+    dataset: str = ""
+    format: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    checkpoints: Sequence[int] = ()
+    history: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether its steps are counted without skipped ones, as a trainer does."""
+        return bool(self.checkpoints)
+
+    def loss(self, step: int) -> float | None:
+        """The recorded loss of a step; None where the record has no number, or one beyond float."""
+        try:
+            loss = self.history.get(step, {}).get("loss")
+            return float(loss) if isinstance(loss, int | float) else None
+        except OverflowError:
+            return None
+
+    def options_to_take(self, path: Path, given: Collection[str]) -> dict[str, Any]:
+        """Returns the run's own options of its data, but for those that the caller gives.
+
+        Args:
+            path: Of the run.
+            given: Their keys.
+
+        Raises:
+            InvalidRequest: They name code, or set options that are the caller's. Whoever can write
+                a run's files must not choose which code runs here, nor where credentials go.
+        """
+        taken = {key: value for key, value in self.options.items() if key not in given}
+        if _names_code(taken.get("transforms")):
+            raise InvalidRequest(
+                f"{path} has transforms of the form MODULE:CLASS, and a run's files run no code: "
+                "give them again, with --transforms FILE"
+            )
+        for key in _OF_THE_CALLER:
+            if taken.get(key):
+                raise InvalidRequest(
+                    f"{path} has `{key}` in its data.options, which is not taken from a run's "
+                    f"files. Give it again, with --option '{key}=...'"
+                )
+        return taken
+
+    def is_recorded(self, step: int, sample_ids: Sequence[int]) -> bool | None:
+        """Whether the history has these samples for a step; None where it has no such step."""
+        if step not in self.history:
+            return None
+        lines = "".join(f"{sample_id}\n" for sample_id in sample_ids)
+        digest: str = hashlib.sha256(lines.encode()).hexdigest()
+        return bool(digest[:16] == self.history[step].get("sample_ids"))
+
+
+def _names_code(transforms: object) -> bool:
+    tables = transforms if isinstance(transforms, list) else []
+    return any(":" in str(each.get("name", "")) for each in tables if isinstance(each, dict))
+
+
+def read_run(path: Path) -> RunFiles:
+    """Reads a run's folder, one of its checkpoints, or a file with the bytes of a cursor.
+
+    Raises:
+        InvalidRequest: It is none of these.
+    """
+    try:
+        if path.is_file():
+            return RunFiles(_cursor(path.read_bytes(), path))
+        if (path / _MANIFEST).is_file():
+            return _of_run(path.absolute().parent.parent, path)
+        latest = path / "checkpoints" / "latest"
+        if not latest.is_file():
+            raise InvalidRequest(
+                f"{path} is no folder of a run with a checkpoint, no checkpoint, and no file with "
+                "the cursor of a state. Write state_dict()['cursor'] to a file, and name that."
+            )
+        return _of_run(path, path / "checkpoints" / latest.read_text().strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}") from error
+
+
+def _of_run(folder: Path, checkpoint: Path) -> RunFiles:
+    manifest = _manifest(checkpoint / _MANIFEST)
+    try:
+        cursor = base64.b64decode(manifest["loader"]["cursor"], validate=True)
+        data = dict(manifest.get("data", {}))
+        options = dict(json.loads(data.get("options", "{}")))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{checkpoint / _MANIFEST} has no cursor of a loader, or describes its data wrongly"
+        ) from error
+    numbers = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
+    return RunFiles(
+        _cursor(cursor, checkpoint),
+        str(data.get("dataset", "")),
+        str(data.get("format", "")),
+        options,
+        sorted(int(each) for each in numbers if each.isdecimal()) or [int(manifest["step"])],
+        _history(folder / "history.jsonl"),
+    )
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    if path.is_file() and path.stat().st_size <= _MAX_MANIFEST_BYTES:
+        try:
+            found = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("step"), int):
+            return found
+    raise InvalidRequest(f"{path} is no manifest of a checkpoint")
+
+
+def _is_cursor(data: bytes) -> bool:
+    return data.startswith(b"GYRE") and len(data) <= MAX_CURSOR_BYTES
+
+
+def _cursor(data: bytes, path: Path) -> bytes:
+    if not _is_cursor(data):
+        raise InvalidRequest(f"{path} has no cursor of a Loader's state")
+    return data
+
+
+def _history(path: Path) -> dict[int, dict[str, Any]]:
+    """Returns the records that led to the newest weights: a resume takes later ones back."""
+    records: dict[int, dict[str, Any]] = {}
+    for entry in _entries(path.read_bytes() if path.is_file() else b""):
+        if isinstance(resumed := entry.get("resumed_at"), int):
+            records = {step: each for step, each in records.items() if step < resumed}
+        elif isinstance(step := entry.get("step"), int) and "sample_ids" in entry:
+            records[step] = entry
+    return records
+
+
+def _entries(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a history."""
+    for line in data.splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):  # a torn last line, or damage: `gyre-train` tells
+            continue
+        if isinstance(entry, dict):
+            yield entry

@@ -14,9 +14,8 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client import __version__
 from gyre_client.errors import InvalidRequest
-from gyre_client.prepare.rows import Column, columns_of, read_range
 from gyre_client.prepare.units import Daemons, UnitFolder, opened, run_units, write_whole
-from gyre_client.prepare.writers import WRITERS
+from gyre_client.prepare.writers import WRITERS, Column, columns_of, read_range
 from gyre_client.transport.connection import Connection
 
 _FILES = "files"

@@ -22,10 +22,8 @@ from collections.abc import Iterator
 from io import FileIO
 
 from gyre_client.errors import DaemonUnavailable, NotInstalled
-from gyre_client.targets.private_folder import LOG, SOCKET, PrivateFolder, locked
-from gyre_client.targets.run import launched_as, this_run
-from gyre_client.transport.address import Address, parse_address
-from gyre_client.transport.trust import check_listener
+from gyre_client.targets.run import LOG, SOCKET, PrivateFolder, launched_as, locked, this_run
+from gyre_client.transport.address import Address, check_listener, parse_address
 
 # The daemon ends with this status if its configuration is wrong: to start it again is no use.
 BAD_CONFIGURATION = 2
@@ -248,7 +246,18 @@ class _SharedDaemon:
             self._daemon.forget()
         self._reset()
 
-    def acquire(self, name: str) -> PrivateDaemon:
+    def acquire(self, name: str = "") -> PrivateDaemon:
+        """Returns the private daemon of this run on this machine, and starts it if there is none.
+
+        Each call needs one `release` in the same process.
+
+        Args:
+            name: The name of another run's daemon, for a process that has none yet.
+
+        Raises:
+            NotInstalled: The extra `daemon` is missing.
+            DaemonUnavailable: The daemon does not start.
+        """
         with self._lock:
             if self._daemon is None:
                 self._daemon = PrivateDaemon(name or this_run().on_node)
@@ -256,6 +265,7 @@ class _SharedDaemon:
             return self._daemon
 
     def release(self) -> None:
+        """Ends one use of the private daemon; it stops with its last user in any process."""
         with self._lock:
             self._num_users -= 1
             if self._num_users or self._daemon is None:
@@ -265,23 +275,4 @@ class _SharedDaemon:
 
 
 _shared = _SharedDaemon()
-
-
-def acquire(name: str = "") -> PrivateDaemon:
-    """Returns the private daemon of this run on this machine, and starts it if there is none.
-
-    Each call needs one `release` in the same process.
-
-    Args:
-        name: The name of another run's daemon, for a process that has none yet.
-
-    Raises:
-        NotInstalled: The extra `daemon` is missing.
-        DaemonUnavailable: The daemon does not start.
-    """
-    return _shared.acquire(name)
-
-
-def release() -> None:
-    """Ends one use of the private daemon; it stops with its last user in any process."""
-    _shared.release()
+acquire, release = _shared.acquire, _shared.release

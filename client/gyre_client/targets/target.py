@@ -2,18 +2,15 @@
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError, InvalidRequest
-from gyre_client.messages.arguments import text
-from gyre_client.messages.requests import is_location
+from gyre_client.messages.arguments import is_location, text
 from gyre_client.targets import private_daemon
 from gyre_client.targets.private_daemon import PrivateDaemon
 from gyre_client.transport.address import ENVIRONMENT_VARIABLE, Address, parse_address
-from gyre_client.transport.connection import Connection
-from gyre_client.transport.outage import Outage
+from gyre_client.transport.connection import Connection, Outage
 
 _log = logging.getLogger("gyre_client")
 
@@ -114,13 +111,8 @@ def _exists(dataset: str | os.PathLike[str]) -> bool:
 
 def _serves(target: Target, name: str | os.PathLike[str], reattach_timeout_s: float) -> bool:
     with Connection(target.address) as connection:
-        served = Outage(reattach_timeout_s).retry(lambda _: connection.list_datasets(), _pause)
+        served = Outage(reattach_timeout_s).retry(lambda _: connection.list_datasets())
     return any(each.name == name for each in served.datasets)
-
-
-def _pause(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
 
 
 def target_of_dataset(

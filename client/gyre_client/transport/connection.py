@@ -3,9 +3,17 @@
 The daemon explains a failure in a `google.rpc.ErrorInfo` (domain "gyre") in the call's trailing
 metadata: `reason` is the class of the error, `metadata` its facts. A failure without one (a dead
 socket, a proxy, a deadline) gets its class from the call's status.
+
+`Outage` says how long a daemon may be away, and when to try again. Only the time in which the
+daemon is silent counts. One waiting for slow storage uses up none of the limit, unless the storage
+has failed. The time adds up until a batch arrives: a daemon that comes back
+only to die again does not start from zero.
 """
 
 import contextlib
+import logging
+import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,15 +52,19 @@ from gyre_client.messages.answers import (
     checked_findings,
     checked_progress,
 )
-from gyre_client.transport.address import Address
-from gyre_client.transport.channel import MAX_CONTROL_BYTES, open_channel, why_refused
-from gyre_client.transport.credentials import CredentialFiles, Pem
-from gyre_client.transport.identity import TOKEN_KEY, Identity, Metadata
-from gyre_client.transport.trust import check_files, check_listener
+from gyre_client.transport.address import Address, check_files, check_listener
+from gyre_client.transport.channel import (
+    MAX_CONTROL_BYTES,
+    CredentialFiles,
+    Pem,
+    open_channel,
+    why_refused,
+)
+from gyre_client.transport.side_channel import TOKEN_KEY, Identity, Metadata
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
-# takes minutes for very many shards; `gyre index` shows the progress. A session that is not
-# closed in time ends with its lease.
+# takes minutes for very many shards; `gyre index` shows the progress. A session left
+# open ends with its lease.
 CALL_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 600.0
 INDEX_TIMEOUT_S = 24 * 3600.0
@@ -415,3 +427,134 @@ class Connection:
 def _check_length(request: Message) -> None:
     if request.ByteSize() > MAX_CONTROL_BYTES:
         raise _too_long(request.ByteSize(), MAX_CONTROL_BYTES)
+
+
+# Each pause is drawn from [0, ceiling]; the ceiling starts at FIRST_PAUSE_S and doubles up to
+# MAX_PAUSE_S. A shorter first pause makes all ranks call a daemon just starting; a longer
+# last one adds its length to every recovery. Every attempt gets at least MIN_TIMEOUT_S, however
+# little is left of the limit.
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+MIN_TIMEOUT_S = 1.0
+
+_RETRYABLE = (DaemonUnavailable, LeaseExpired, StorageUnavailable, Overloaded)
+_Result = TypeVar("_Result")
+_log = logging.getLogger("gyre_client")
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False  # nothing ends it before
+
+
+class Outage:
+    """Decides after each failure between another attempt and giving up."""
+
+    def __init__(
+        self,
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._uniform = uniform
+        self._spent_s = 0.0
+        self._since: float | None = None
+        self._num_failures = 0
+        self._storage_failed = False
+
+    def retry(
+        self, attempt: Callable[[float], _Result], wait: Callable[[float], bool] = _sleep
+    ) -> _Result:
+        """Returns the result of the first `attempt` that succeeds.
+
+        Args:
+            attempt: Called with the seconds it may take.
+            wait: See `pause`.
+
+        Raises:
+            GyreError: See `next_pause_s`.
+        """
+        while True:
+            timeout_s = OPEN_TIMEOUT_S
+            if self._num_failures:
+                timeout_s = max(self._limit_s - self._waited_s(), MIN_TIMEOUT_S)
+            try:
+                return attempt(timeout_s)
+            except GyreError as failure:
+                self.pause(failure, wait)
+
+    def pause(self, failure: GyreError, wait: Callable[[float], bool]) -> None:
+        """Waits until it is time for the next attempt; logs one warning per outage.
+
+        Args:
+            failure: Why the last attempt failed, or why the session ended.
+            wait: Waits for a number of seconds; returns true if the caller is closing.
+
+        Raises:
+            GyreError: There shall be no further attempt.
+        """
+        if wait(0.0):
+            raise failure
+        pause_s = self.next_pause_s(failure)
+        if self._num_failures == 1:
+            _log.warning("%s; trying again for up to %.0f s", failure, self._limit_s)
+        if wait(pause_s):
+            raise failure
+
+    def heard(self) -> None:
+        """Stops the clock because the daemon said something, unless its storage has failed."""
+        if not self._storage_failed:
+            self._spent_s = self._waited_s()
+            self._since = None
+
+    def batch_received(self) -> None:
+        """Ends the outage, if there was one."""
+        self._spent_s = 0.0
+        self._since = None
+        self._num_failures = 0
+        self._storage_failed = False
+
+    def next_pause_s(self, failure: GyreError) -> float:
+        """Returns how long to wait before the next attempt: exponential back-off with full jitter.
+
+        It is at least as long as the daemon asked for in the fact `retry_after_s`.
+
+        Raises:
+            GyreError: `failure` itself if another attempt cannot succeed; at the limit, an error of
+                the same class whose message says how long was waited.
+        """
+        if not _is_retryable(failure):
+            raise failure
+        self._since = self._clock() if self._since is None else self._since
+        self._num_failures += 1
+        self._storage_failed = isinstance(failure, StorageUnavailable)
+        waited_s = self._waited_s()  # read once: a pause is never negative
+        if waited_s >= self._limit_s:
+            raise type(failure)(
+                f"{failure} (gave up after {waited_s:.1f} s and {self._num_failures} attempts)",
+                failure.facts,
+            ) from None
+        ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
+        pause_s = max(self._uniform(0.0, ceiling_s), _number(failure, RETRY_AFTER, 0.0))
+        return min(pause_s, self._limit_s - waited_s)
+
+    def _waited_s(self) -> float:
+        return self._spent_s + (0.0 if self._since is None else self._clock() - self._since)
+
+
+def _is_retryable(failure: GyreError) -> bool:
+    """A session that needs more memory than the daemon's whole budget never fits."""
+    needed_bytes = _number(failure, "needed_bytes", 0.0)
+    limit_bytes = _number(failure, "limit_bytes", math.inf)
+    return isinstance(failure, _RETRYABLE) and needed_bytes <= limit_bytes
+
+
+def _number(failure: GyreError, fact: str, default: float) -> float:
+    """Returns a fact as a number; the default where the daemon sent none."""
+    try:
+        number = float(failure.facts.get(fact, default))
+    except ValueError:
+        return default
+    return default if math.isnan(number) else number

@@ -56,7 +56,7 @@ _WAITS = 0.1
 
 
 class ReadAhead:
-    """The first batch that need not be read yet, from what a trainer took lately."""
+    """The first batch that need not be read yet, from the batches that a trainer took lately."""
 
     def __init__(self) -> None:
         # each a time, the next batch, and how long the trainer has waited in all

@@ -9,11 +9,12 @@ from gyre_daemon.config.load import (
     SCALAR_KEYS,
     EffectiveConfig,
     load,
+    mixture_height,
     parse_dataset,
     parse_limits,
     parse_pack,
+    sources_below,
 )
-from gyre_daemon.config.mixtures import mixture_height, sources_below
 from gyre_daemon.config.rendering import rendered
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,

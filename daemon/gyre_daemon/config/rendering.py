@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from gyre_daemon.config.load import SCALAR_KEYS, EffectiveConfig
-from gyre_daemon.config.mixtures import KEYS_OF_DATASETS
+from gyre_daemon.config.load import KEYS_OF_DATASETS, SCALAR_KEYS, EffectiveConfig
 from gyre_daemon.config.schema import DatasetConfig
 from gyre_daemon.config.tables import is_secret
 

@@ -9,17 +9,13 @@ import re
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
-from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from gyre_protos.text import bytes_of
 
 from gyre_daemon.errors import ConfigError
 
-_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
-_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 _MAX_SIZE = 1 << 60  # an EiB; anything larger is a slip of the unit
 
 
@@ -36,12 +32,7 @@ def parse_size(text: str | int) -> Size:
     Raises:
         ValueError: it is neither, or its unit is unknown.
     """
-    match = _SIZE.fullmatch(str(text).strip())
-    if not match or match[2] not in _UNIT_BYTES or ("." in match[1] and match[2] in ("", "B")):
-        raise ValueError(
-            'expected a number of bytes such as 1073741824, "512MiB" (binary) or "1GB" (decimal)'
-        )
-    size = Size(Fraction(match[1]) * _UNIT_BYTES[match[2]])
+    size = Size(bytes_of(str(text)))
     if size > _MAX_SIZE:
         raise ValueError(f"expected at most {_MAX_SIZE} bytes, an EiB")
     return size

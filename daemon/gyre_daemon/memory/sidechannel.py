@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from gyre_daemon.access.principal import Principal, peer_principal
+from gyre_daemon.access.policy import Principal, peer_principal
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.runtime.events import log_event

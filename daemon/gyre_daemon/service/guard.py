@@ -18,7 +18,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
@@ -30,9 +31,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon import errors
 from gyre_daemon.access.credentials import FailureLimit, TokenStore, expires_at
-from gyre_daemon.access.limits import Limits
-from gyre_daemon.access.policy import Policy
-from gyre_daemon.access.principal import ANONYMOUS, Principal
+from gyre_daemon.access.policy import ANONYMOUS, Limits, Policy, Principal
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed, NotAuthenticated
 from gyre_daemon.memory.sidechannel import Peer, SideChannel
 from gyre_daemon.monitoring.metrics import Metrics
@@ -65,33 +64,6 @@ _MAX_MESSAGE_BYTES = 2000
 _MAX_FACT_BYTES = 400
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def answers_errors(method: Method) -> Method:
-    """Make a servicer method answer a GyreError with its status.
-
-    Any other exception is logged and answered with INTERNAL. The servicer has `metrics`.
-    """
-    if inspect.isasyncgenfunction(method):
-
-        async def stream(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
-            try:
-                async with contextlib.aclosing(method(self, request, context)) as responses:
-                    async for response in responses:
-                        yield response
-            except Exception as error:
-                await abort(context, error, self.metrics)
-
-        return stream  # type: ignore[return-value]
-
-    async def unary(self: Any, request: Any, context: Context) -> Any:
-        try:
-            return await method(self, request, context)
-        except Exception as error:
-            await abort(context, error, self.metrics)
-
-    return unary  # type: ignore[return-value]
 
 
 def to_status(error: errors.GyreError) -> status_pb2.Status:
@@ -436,11 +408,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
         def admit(request: Any, context: Context, ended: contextlib.ExitStack) -> Any:
-            """The request, or the requests of a stream, with the checks in front."""
-            check: Callable[[Any], Any] = _check
-            if not (is_open or is_local(context)):
-                check = self._check_caller(context, ended)
-            return _each(request, check) if streams else check(request)
+            """The request, or the requests of a stream, whose caller is checked with the first."""
+            is_known = is_open or is_local(context)
+            first = None if is_known else partial(self._admit, context, ended)
+            if streams:
+                return _each(request, first)
+            if first:
+                first()
+            return _check(request)
 
         async def unary(request: Any, context: Context) -> Any:
             try:
@@ -474,19 +449,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             response_serializer=handler.response_serializer,
         )
 
-    def _check_caller(self, context: Context, ended: contextlib.ExitStack) -> Callable[[Any], Any]:
-        """Check each message and its caller; the first one makes the call count until `ended`."""
-        is_noted = False
-
-        def check(message: Any) -> Any:
-            nonlocal is_noted
-            is_proven = self._authenticator.principal(context) is not ANONYMOUS
-            if not is_noted:
-                is_noted = True
-                ended.enter_context(self._connections.call(context.peer(), is_proven=is_proven))
-            return _check(message)
-
-        return check
+    def _admit(self, context: Context, ended: contextlib.ExitStack) -> None:
+        """Check the caller, and let the call count until `ended`."""
+        is_proven = self._authenticator.principal(context) is not ANONYMOUS
+        ended.enter_context(self._connections.call(context.peer(), is_proven=is_proven))
 
     @contextlib.contextmanager
     def _while_known(self, context: Context, *, is_open: bool) -> Iterator[None]:
@@ -543,7 +509,12 @@ def _check(request: Any) -> Any:
     return request
 
 
-async def _each(requests: AsyncIterator[Any], check: Callable[[Any], Any]) -> AsyncIterator[Any]:
-    """The messages of a stream. Each is checked: a stream may outlast the token of its caller."""
+async def _each(
+    requests: AsyncIterator[Any], first: Callable[[], None] | None
+) -> AsyncIterator[Any]:
+    """The messages of a stream; `first` is called with the first one."""
     async for request in requests:
-        yield check(request)
+        if first:
+            first()
+            first = None
+        yield _check(request)

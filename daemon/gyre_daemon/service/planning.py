@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.access.policy import Policy
-from gyre_daemon.access.principal import Principal
+from gyre_daemon.access.policy import Policy, Principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.datasets.dataset import Dataset, shard_bounds
@@ -24,10 +23,10 @@ from gyre_daemon.order.mixture import Mixture, MixturePlanner, check_ranks, plan
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.service import convert, requests
-from gyre_daemon.service.opening import SessionOpener
-from gyre_daemon.sessions.request import Resumption
+from gyre_daemon.service import replies, requests
+from gyre_daemon.service.resolver import SessionOpener
 from gyre_daemon.sessions.session import Session
+from gyre_daemon.sessions.session_request import Resumption
 from gyre_daemon.sessions.table import SessionTable
 
 # Sample ids in one answer. Ten times as many would exceed the 4 MiB of a gRPC client.
@@ -79,13 +78,18 @@ class Located:
     num_bytes: Int64Array
 
 
-class StepPlanner:
-    """Answers the method `PlanStep`."""
+class StepQuestions:
+    """Answers the methods `PlanStep`, `PlanMixture` and `LocateStep`."""
 
-    def __init__(self, catalog: Catalog, opener: SessionOpener) -> None:
+    def __init__(
+        self, catalog: Catalog, opener: SessionOpener, sessions: SessionTable, policy: Policy
+    ) -> None:
         self._catalog, self._opener = catalog, opener
+        self._sessions, self._policy = sessions, policy
 
-    async def plan(self, caller: Principal, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
+    async def plan_step(
+        self, caller: Principal, request: pb.PlanStepRequest
+    ) -> pb.PlanStepResponse:
         """The sample ids of one step, and its properties that are known before a read.
 
         Raises:
@@ -122,48 +126,15 @@ class StepPlanner:
             return await self._opener.open_dataset(name, config, declared, caller)
         return await self._catalog.open(name, config)
 
-
-def _planned(
-    dataset: Dataset, order: Order, rule: CostRule | None, request: pb.PlanStepRequest
-) -> pb.PlanStepResponse:
-    lengths_of = bucket_lengths(dataset, order)
-    stages, balance = (
-        requests.to_stages(request.stages),
-        balance_of(dataset, rule) if rule else None,
-    )
-    rest = stages, balance, (), lengths_of
-    planner = planner_for(order, dataset.ordered, dataset.corrupt, *rest)
-    batch = planner.batch(request.step, request.rank, request.world_size or 1)
-    answer = pb.PlanStepResponse(
-        sample_ids=batch.sample_ids.tolist(),
-        mask=[] if batch.mask is None else batch.mask.tolist(),
-        first_position=request.step * order.global_batch_size,
-        epoch=batch.epoch,
-        spread=planner.spread(request.step, request.world_size or 1),
-        transforms=dataset.transforms,
-    )
-    if lengths_of:
-        alone = replace(order, bucket=None)
-        without = planner_for(alone, dataset.ordered, dataset.corrupt, *rest)
-        answer.padding = padding(lengths_of(planner.batch(request.step).sample_ids))
-        answer.padding_without = padding(lengths_of(without.batch(request.step).sample_ids))
-    return answer
-
-
-class MixtureService:
-    """Answers for the mixtures of one daemon."""
-
-    def __init__(self, sessions: SessionTable, policy: Policy) -> None:
-        self._sessions, self._policy = sessions, policy
-
-    async def plan(
-        self, caller: Principal, dataset: Dataset, request: pb.PlanMixtureRequest
+    async def plan_mixture(
+        self, caller: Principal, request: pb.PlanMixtureRequest
     ) -> pb.PlanMixtureResponse:
         """See the method `PlanMixture`.
 
         Raises:
             InvalidRequest: it is no mixture, or the request makes no sense.
         """
+        dataset = await self._opener.open_ordered(request.dataset, caller)
         mixture = _mixture_of(dataset)
         order = requests.to_order(request.order)
         if len(request.steps) > _MAX_STEPS or max(request.steps, default=0) > _MAX_STEP:
@@ -216,20 +187,7 @@ class MixtureService:
             )
         return next(iter(found.values()))
 
-
-def _mixture_of(dataset: Dataset) -> Mixture:
-    if dataset.mixture is None:
-        raise InvalidRequest(f"`{dataset.name}` is no mixture; it has no sources")
-    return dataset.mixture
-
-
-class StepLocator:
-    """Answers the method `LocateStep`."""
-
-    def __init__(self, catalog: Catalog, opener: SessionOpener) -> None:
-        self._catalog, self._opener = catalog, opener
-
-    async def locate(
+    async def locate_step(
         self, caller: Principal, request: pb.LocateStepRequest
     ) -> pb.LocateStepResponse:
         """Plan the step of a cursor's job, and look its samples up in the index; reads none.
@@ -274,6 +232,39 @@ class StepLocator:
             first_id += source.index.num_samples
 
 
+def _planned(
+    dataset: Dataset, order: Order, rule: CostRule | None, request: pb.PlanStepRequest
+) -> pb.PlanStepResponse:
+    lengths_of = bucket_lengths(dataset, order)
+    stages, balance = (
+        requests.to_stages(request.stages),
+        balance_of(dataset, rule) if rule else None,
+    )
+    rest = stages, balance, (), lengths_of
+    planner = planner_for(order, dataset.ordered, dataset.corrupt, *rest)
+    batch = planner.batch(request.step, request.rank, request.world_size or 1)
+    answer = pb.PlanStepResponse(
+        sample_ids=batch.sample_ids.tolist(),
+        mask=[] if batch.mask is None else batch.mask.tolist(),
+        first_position=request.step * order.global_batch_size,
+        epoch=batch.epoch,
+        spread=planner.spread(request.step, request.world_size or 1),
+        transforms=dataset.transforms,
+    )
+    if lengths_of:
+        alone = replace(order, bucket=None)
+        without = planner_for(alone, dataset.ordered, dataset.corrupt, *rest)
+        answer.padding = padding(lengths_of(planner.batch(request.step).sample_ids))
+        answer.padding_without = padding(lengths_of(without.batch(request.step).sample_ids))
+    return answer
+
+
+def _mixture_of(dataset: Dataset) -> Mixture:
+    if dataset.mixture is None:
+        raise InvalidRequest(f"`{dataset.name}` is no mixture; it has no sources")
+    return dataset.mixture
+
+
 def _located(
     dataset: Dataset, cursor: Cursor, request: pb.LocateStepRequest, sources: list[Source]
 ) -> pb.LocateStepResponse:
@@ -288,8 +279,8 @@ def _located(
         batch=batch, step=order.step_of(batch), transforms=dataset.transforms
     )
     answer.sources.extend(source.name for source in sources if source.name)
-    answer.order.CopyFrom(convert.from_order(order))
-    if skipped := convert.from_skipped(order.skipped):
+    answer.order.CopyFrom(replies.from_order(order))
+    if skipped := replies.from_skipped(order.skipped):
         answer.skip_steps.CopyFrom(skipped)
     if by_step and answer.step != request.step:
         answer.step, answer.skipped = request.step, True

@@ -3,6 +3,6 @@
 In: requests of clients, and the batch groups that `fetching` reads. Out: batches of successive
 steps with their cursors. A client talks to one `session`. Sessions that want the same batches share
 a stream: `stream_state` decides which steps it fetches for which consumer, and `shared_stream`
-fetches them. `table` has all sessions, and `reservations` their memory. `service` and `server`
+fetches them. `table` has all sessions, and `session_request` their memory. `service` and `server`
 import this package.
 """

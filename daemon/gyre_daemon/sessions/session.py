@@ -28,7 +28,7 @@ from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.metrics import Lately, Occupancy, Recorder, SessionGauges, SessionTotals
 from gyre_daemon.order.planner import BatchPlanner, ShuffleQuality
 from gyre_daemon.runtime.threads import Flow
-from gyre_daemon.sessions.request import InUse, SessionRequest
+from gyre_daemon.sessions.session_request import InUse, SessionRequest
 from gyre_daemon.sessions.shared_stream import DaemonResources, DataRank
 from gyre_daemon.sessions.stream_state import Consumer
 

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from gyre_daemon.access.limits import Limits
+from gyre_daemon.access.policy import Limits
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming, BatchTimings, Fetch
 from gyre_daemon.fetching.prefetch import GroupResult, Prefetcher, Spec, SpecKey
@@ -44,7 +44,7 @@ from gyre_daemon.monitoring.metrics import Metrics, StorageShare
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.sessions import stream_state
-from gyre_daemon.sessions.request import Reservations
+from gyre_daemon.sessions.session_request import Reservations
 from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState
 from gyre_daemon.storage.base import Delays
 

@@ -12,11 +12,10 @@ from weakref import WeakValueDictionary
 from gyre_protos.text import counted
 
 from gyre_daemon import __version__
-from gyre_daemon.access.principal import Principal
+from gyre_daemon.access.policy import Principal
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
-from gyre_daemon.monitoring.exposition import Census
-from gyre_daemon.monitoring.metrics import OTHERS, JobKey, SessionGauges, SessionTotals
+from gyre_daemon.monitoring.metrics import OTHERS, Census, JobKey, SessionGauges, SessionTotals
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner, ShuffleQuality, average, expected_quality
 from gyre_daemon.order.steps import in_words
@@ -24,8 +23,8 @@ from gyre_daemon.runtime.events import audit_event, debug_event
 from gyre_daemon.runtime.limits import check_descriptors
 from gyre_daemon.runtime.liveness import LoopLag
 from gyre_daemon.runtime.threads import Flow
-from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.session import Session, joinable_rank
+from gyre_daemon.sessions.session_request import Reader, SessionRequest
 from gyre_daemon.sessions.shared_stream import DaemonResources
 
 

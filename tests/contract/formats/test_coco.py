@@ -13,8 +13,8 @@ import pytest
 from gyre_client import Loader, objects
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import NotAllowed, ShardMissing
-from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.dataset_parts import missing_datasets
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.listed import ManifestFormat
 from gyre_daemon.datasets.known_formats import make_format

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_client.command import cli
-from gyre_client.prepare import conversion, shards, units
+from gyre_client.prepare import conversion, units
 
 
 @dataclass(frozen=True)
@@ -45,5 +45,5 @@ def main() -> None:
     def gated(found: Sequence[units.Unit], *rest: Any) -> None:
         run_units([Gated(each, folder) for each in found], *rest)
 
-    conversion.run_units = shards.run_units = gated  # type: ignore[assignment, attr-defined]
+    conversion.run_units = units.run_units = gated  # type: ignore[assignment, attr-defined]
     sys.exit(cli.main(sys.argv[2:]))

@@ -28,7 +28,7 @@ from gyre_client.errors import (
     ShardMissing,
     UnknownDataset,
 )
-from gyre_client.targets.private_folder import PrivateFolder
+from gyre_client.targets.run import PrivateFolder
 
 from tests.daemons import private_daemons
 
@@ -232,7 +232,7 @@ def test_a_folder_for_temporary_files_may_have_a_long_path(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with private(tokens) as loader:
         assert next(loader)["tokens"].shape == (10, 8)
-        path = loader._resources.target.address.path
+        path = loader._place.target.address.path
         assert path
         assert Path(path).parents[1] == Path("/tmp")
 
@@ -321,7 +321,7 @@ def test_the_log_outlives_a_restart_and_is_cut(
 def test_an_error_of_a_private_daemon_names_its_log(tokens: Path) -> None:
     with private(tokens) as loader:
         (daemon,) = daemons()
-        target = loader._resources.target
+        target = loader._place.target
         error = target.with_log(DaemonUnavailable("it is gone", {"a": "b"}))
         assert str(error) == f"it is gone. Its log is {directory_of(daemon)}/gyred.log"
         assert (type(error), error.facts) == (DaemonUnavailable, {"a": "b"})

@@ -10,8 +10,8 @@ import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, StorageUnavailable
-from gyre_client.loader import opening
-from gyre_client.transport import outage as opening_timeout
+from gyre_client.loader import place
+from gyre_client.transport import connection
 
 from tests.conftest import Daemon, to_toml
 from tests.daemons import status
@@ -119,9 +119,9 @@ def test_a_job_that_waits_says_how_far_measuring_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other 39 samples of the last shard are measured, and the one at the gate is not."""
-    monkeypatch.setattr(opening, "FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr(place, "FIRST_LOOK_S", 0.05)
     for timeout_s in (3.0, 60.0):  # on busy cores the daemon tells nothing within the first
-        monkeypatch.setattr(opening_timeout, "OPEN_TIMEOUT_S", timeout_s)
+        monkeypatch.setattr(connection, "OPEN_TIMEOUT_S", timeout_s)
         with pytest.raises(StorageUnavailable) as raised:
             Loader("texts", batch_size=4, address=served.address, reattach_timeout_s=0.1)
         if "measures" in str(raised.value):

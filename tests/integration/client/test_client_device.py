@@ -245,7 +245,7 @@ def on_thread(monkeypatch: pytest.MonkeyPatch, device: ThreadDevice) -> None:
     monkeypatch.setattr(
         "gyre_client.loader.loader.parse_device", lambda device: device and torch.device("cpu")
     )
-    monkeypatch.setattr("gyre_client.loader.opening.CudaTransfer", lambda _: device)
+    monkeypatch.setattr("gyre_client.loader.place.CudaTransfer", lambda _: device)
 
 
 @pytest.mark.usefixtures("on_thread")

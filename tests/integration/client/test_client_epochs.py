@@ -104,7 +104,7 @@ def test_one_session_serves_all_epochs(address: str) -> None:
         opened = []
         for _ in range(5):
             list(reading)
-            opened.append(reading._resources.stream)
+            opened.append(reading._place._stream)
         assert len({id(stream) for stream in opened}) == 1
 
 

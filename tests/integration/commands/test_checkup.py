@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from gyre_client.command.cli import main
 from gyre_daemon.config import DaemonConfig, Size
-from gyre_daemon.monitoring.exposition import Census
-from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.monitoring.metrics import Census, Metrics
 from gyre_daemon.service import checkup
 
 from tests.conftest import Daemon, StartDaemon, to_toml

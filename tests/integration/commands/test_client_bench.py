@@ -13,7 +13,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
-from gyre_client.bench.comparison import task_of
+from gyre_client.bench.comparison import differing, task_of
 from gyre_client.bench.opponents import (
     GYRE,
     MAP,
@@ -24,7 +24,6 @@ from gyre_client.bench.opponents import (
     contenders_of,
     find_files,
 )
-from gyre_client.bench.stopwatch import differing
 from gyre_client.command.cli import main
 from gyre_client.errors import InvalidRequest
 from gyre_protos.v1 import loader_pb2 as pb

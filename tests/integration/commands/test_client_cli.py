@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_client.messages.requests import dataset_ref
+from gyre_client.messages.arguments import dataset_ref
 from gyre_client.targets.target import find_target
 from gyre_client.transport.connection import Connection
 from webdataset import TarWriter

@@ -96,7 +96,7 @@ if __name__ == "__main__":
         rows = [bytes(row).decode() for batch in loader for row in batch["letters"].numpy()]
         of_ranks = [None, None]
         dist.all_gather_object(of_ranks, rows)
-        shown, daemons = [None, None], repr(loader._resources.target.private.pid)
+        shown, daemons = [None, None], repr(loader._place.target.private.pid)
         dist.all_gather_object(shown, daemons)
     if dist.get_rank() == 0:
         print(sorted(sum(of_ranks, [])) == ["aaaa"] * 10 + ["bbbb"] * 10, len(set(shown)))

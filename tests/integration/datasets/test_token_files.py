@@ -246,7 +246,7 @@ def test_widened_batches_hold_no_slot_however_many_are_kept(serve: Serve, tmp_pa
             Connection(parse_address(daemon.address)) as connection,
         ):
             kept = list(islice(loader.stream(), 40))
-            stream: Any = loader._resources.stream
+            stream: Any = loader._place._stream
             arenas = stream._attachment._arenas
             num_lent = arenas.num_lent()  # first: what arrives meanwhile is unread
             num_lent -= stream._next_step - stream._num_dequeued + len(stream.position.rest or ())

@@ -19,7 +19,7 @@ from gyre_client import Loader
 from gyre_client.errors import InvalidRequest
 from gyre_client.integrations import ray as gyre_ray
 from gyre_client.integrations.ray import GyreDataIterator
-from gyre_client.targets.private_folder import temporary_folder
+from gyre_client.targets.run import temporary_folder
 from ray.cluster_utils import Cluster
 
 from tests.examples import planned, run_example
@@ -104,7 +104,7 @@ def train(config: dict[str, Any]) -> None:
             steps.append(batch["sample_id"].tolist())
             if data.loader.step == config["num_steps"]:
                 break
-    rank, daemon = ray.train.get_context().get_world_rank(), data.loader._resources.target.private
+    rank, daemon = ray.train.get_context().get_world_rank(), data.loader._place.target.private
     assert daemon
     Path(config["out"], f"{rank}.json").write_text(json.dumps([daemon.pid, steps]))
     if rank:

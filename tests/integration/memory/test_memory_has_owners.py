@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample
-from gyre_daemon.access.principal import peer_principal
+from gyre_daemon.access.policy import peer_principal
 from gyre_daemon.memory import sidechannel
 from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, FileWatch, Slot
 from gyre_daemon.memory.budget import Budget

@@ -138,7 +138,7 @@ def test_no_image_is_decoded_that_no_iteration_uses(tmp_path: Path) -> None:
         Image.new("RGB", (20, 20), (number, 0, 0)).save(tmp_path / f"{number:02}.jpg")
     decode = [{"name": "decode_image", "field": "file"}, SMALL[1]]
     with Loader(str(tmp_path), batch_size=4, transform=decode) as loader:
-        connection, counts = Connection(loader._resources.target.address), []
+        connection, counts = Connection(loader._place.target.address), []
         for _ in range(2):
             assert len(list(loader)) == 6
             counts.append(connection.status().num_samples_transformed)

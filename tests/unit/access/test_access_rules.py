@@ -5,8 +5,7 @@ import os
 import pwd
 
 import pytest
-from gyre_daemon.access.policy import Policy, parse_admin, parse_allow
-from gyre_daemon.access.principal import ANONYMOUS, Principal
+from gyre_daemon.access.policy import ANONYMOUS, Policy, Principal, parse_admin, parse_allow
 from gyre_daemon.config import DaemonConfig, DatasetConfig, parse_dataset
 from gyre_daemon.errors import ConfigError, NotAllowed
 

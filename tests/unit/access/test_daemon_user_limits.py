@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
-from gyre_daemon.access.limits import Limits, Rates
-from gyre_daemon.access.principal import ANONYMOUS, Principal
+from gyre_daemon.access.policy import ANONYMOUS, Limits, Principal, Rates
 from gyre_daemon.config import LimitsConfig, UserLimits, parse_limits
 from gyre_daemon.errors import ConfigError, Overloaded
 

@@ -10,7 +10,7 @@ from gyre_client.errors import (
     Overloaded,
     StorageUnavailable,
 )
-from gyre_client.transport.outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage
+from gyre_client.transport.connection import FIRST_PAUSE_S, MAX_PAUSE_S, Outage
 
 
 class Clock:

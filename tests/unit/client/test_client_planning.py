@@ -3,7 +3,7 @@
 import argparse
 
 import pytest
-from gyre_client.command.planning import add_plan_arguments
+from gyre_client.command.job_steps import add_plan_arguments
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_invalid_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]
     add_plan_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--batch-size", "1", f"--io-block={text}"])
-    assert "is no size such as" in capsys.readouterr().err
+    assert "is no size: expected a number of bytes such as" in capsys.readouterr().err
 
 
 def test_stages_are_epochs_and_samples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """What `gyre rewind` takes from records that are odd."""
 
 import pytest
-from gyre_client.display.run_files import RunFiles
+from gyre_client.page.training_run import RunFiles
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gyre_client.display.samples import Sample, Value
+from gyre_client.display.formatting import MediaBudget
+from gyre_client.display.samples import Sample, Value, decoder
 from gyre_client.errors import InvalidRequest
-from gyre_client.page.order_views import cost_request, evenness
-from gyre_client.page.sample_views import _fields, _Media, decoder
 from gyre_client.page.training_run import Curve, TrainingRun
-from gyre_client.page.verdicts import OWN_JOBS, jobs_of, users_of
-from gyre_client.page.watch import LatencyMap
+from gyre_client.page.views import _fields, cost_request, evenness
+from gyre_client.page.watch import OWN_JOBS, LatencyMap, jobs_of, users_of
 from gyre_protos.v1 import loader_pb2 as pb
 
 
@@ -165,7 +164,8 @@ def test_the_heat_map_has_means_of_each_column() -> None:
 
 
 def fields_of(values: dict[str, Value], tokenizer: str | None = None) -> dict[str, dict[str, Any]]:
-    return {each["name"]: each for each in _fields(Sample(3, values), decoder(tokenizer), _Media())}
+    shown = _fields(Sample(3, values), decoder(tokenizer), MediaBudget(1 << 20))
+    return {each["name"]: each for each in shown}
 
 
 def test_tokens_are_marked_where_they_count_for_the_loss() -> None:

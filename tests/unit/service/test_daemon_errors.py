@@ -16,8 +16,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import error_from
-from gyre_client.transport.outage import Outage
+from gyre_client.transport.connection import Outage, error_from
 from gyre_daemon import errors
 from gyre_daemon.service.guard import DOMAIN, STATUS_CODES, to_status
 

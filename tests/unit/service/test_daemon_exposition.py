@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from gyre_daemon.monitoring.exposition import Census, new_registry
 from gyre_daemon.monitoring.metrics import (
+    Census,
     JobKey,
     Metrics,
     RequestCount,
@@ -13,6 +13,7 @@ from gyre_daemon.monitoring.metrics import (
     SessionGauges,
     SessionTotals,
     WindowTimes,
+    new_registry,
 )
 from gyre_daemon.runtime.liveness import BOUNDS_S, LoopLag
 from prometheus_client import generate_latest

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gyre_daemon.config.machine_memory import check_memory_budget, memory_limit_bytes
+from gyre_daemon.config.schema import check_memory_budget, memory_limit_bytes
 from gyre_daemon.errors import ConfigError
 
 

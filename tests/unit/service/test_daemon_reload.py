@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from gyre_daemon.access.limits import Limits
-from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.policy import Limits, Policy
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring.metrics import Metrics

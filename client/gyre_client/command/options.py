@@ -4,30 +4,23 @@ import argparse
 import json
 import math
 import os
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import shtab
+from gyre_protos.text import bytes_of
 from gyre_protos.toml import parse_toml
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.terminal import Bar
 from gyre_client.errors import InvalidRequest
-from gyre_client.messages.requests import dataset_ref, is_location, transform_list
-from gyre_client.prepare.shards import Work, run_on_shards
-from gyre_client.prepare.units import LOCAL, Daemons, check_engine
+from gyre_client.messages.arguments import dataset_ref, is_location, transform_list
+from gyre_client.prepare.units import LOCAL, Daemons, Work, check_engine, run_on_shards
 from gyre_client.transport.connection import Connection
 
 _MAX_INTERVAL_S = 3600
-_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
-# The same units as in the daemon's configuration.
-_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 
 
 class OneAddress(argparse.Action):
@@ -108,12 +101,10 @@ def interval_s(text: str) -> float:
 
 def size_bytes(text: str) -> int:
     """Parses a size such as 1048576, 1MiB or 1MB, to bytes."""
-    match = _SIZE.fullmatch(text.strip())
-    if not match or match[2] not in _UNIT_BYTES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size such as 1048576, 1MiB (binary) or 1MB (decimal)"
-        )
-    return int(Fraction(match[1]) * _UNIT_BYTES[match[2]])
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: {error}") from error
 
 
 def stages(text: str) -> list[pb.Stage]:

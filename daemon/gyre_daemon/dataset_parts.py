@@ -123,7 +123,7 @@ class DatasetParts:
 
 
 async def check_folders(config: DaemonConfig) -> None:
-    """Refuse folders that others control; those that are missing are made when they are needed.
+    """Refuse folders that others control; missing ones are made when they are needed.
 
     One on a mount that hangs is passed over.
 

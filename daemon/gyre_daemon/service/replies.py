@@ -4,9 +4,11 @@ import functools
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client.samples import Sample
 
@@ -18,14 +20,15 @@ from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.measuring.lengths import Measuring
-from gyre_daemon.monitoring.exposition import Census, families
-from gyre_daemon.monitoring.metrics import CacheCounts, Lately, WindowTimes
+from gyre_daemon.monitoring.metrics import Census, Lately, WindowTimes, families
 from gyre_daemon.order.cursor import NUM_BEFORE
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.steps import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.mounts import Mount
+
+Kind = TypeVar("Kind", bound=Message)
 
 _FINDINGS: dict[FindingKind, "pb.LintFinding.Kind.ValueType"] = {
     "corrupt": pb.LintFinding.KIND_CORRUPT,
@@ -35,17 +38,20 @@ _FINDINGS: dict[FindingKind, "pb.LintFinding.Kind.ValueType"] = {
 _MESSAGES: WeakKeyDictionary[BatchGroup, pb.BatchGroup] = WeakKeyDictionary()
 
 
+def like(kind: type[Kind], value: object, /, **others: Any) -> Kind:
+    """A message with the attributes of a value that have the names of its fields, and others."""
+    names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
+    same = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return kind(**same, **others)
+
+
 def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
     """The tensors of a sample."""
     return [
-        pb.Field(
-            name=spec.name,
+        like(
+            pb.Field,
+            spec,
             dtype=spec.dtype.name,
-            shape=spec.shape,
-            ragged=spec.ragged,
-            token_ids=spec.token_ids,
-            categories=spec.categories,
-            media_type=spec.media_type,
             text=spec.codec in ("text", "quoted", "json"),
         )
         for spec in fields
@@ -55,7 +61,7 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
 def from_stages(session: Session) -> list[pb.Stage]:
     """The stages of a session's job; none where its dataset does not grow."""
     stages = session.request.cursor.stages
-    return [pb.Stage(first_epoch=each.first_epoch, num_samples=each.num_samples) for each in stages]
+    return [like(pb.Stage, each) for each in stages]
 
 
 def from_dataset(
@@ -63,20 +69,14 @@ def from_dataset(
 ) -> pb.DatasetDescription:
     """The description of an open dataset."""
     shard_bytes = [shard.size_bytes for shard in dataset.storage.shards]
-    return pb.DatasetDescription(
-        name=dataset.name,
-        format=dataset.format,
-        uri=dataset.uri,
-        num_samples=dataset.num_samples,
+    return like(
+        pb.DatasetDescription,
+        dataset,
         num_shards=len(dataset.storage.shards),
-        num_bytes=dataset.num_bytes,
-        fingerprint=dataset.fingerprint,
         fields=from_fields(dataset.served),
         least_shard_bytes=min(shard_bytes, default=0),
         greatest_shard_bytes=max(shard_bytes, default=0),
         lengths=[pb.LengthHistogram(**asdict(each)) for each in lengths],
-        grows=dataset.grows,
-        num_left_out=dataset.num_left_out,
         transforms=dataset.transform_names,
         packing=_from_packed(dataset) if dataset.packed else None,
         dropped_categories=_dropped_categories(dataset),
@@ -110,24 +110,12 @@ def _from_packed(dataset: Dataset) -> pb.Packing:
 
 def from_lint_progress(progress: LintProgress) -> pb.LintProgress:
     """The progress after one more shard was read or checked."""
-    return pb.LintProgress(
-        num_scanned=progress.num_scanned,
-        num_checked=progress.num_checked,
-        num_shards=progress.num_shards,
-        num_samples=progress.num_samples,
-        num_bytes=progress.num_bytes,
+    return like(
+        pb.LintProgress,
+        progress,
         findings=[
-            pb.LintFinding(
-                kind=_FINDINGS[each.kind],
-                shard=each.shard,
-                offset=each.offset,
-                sample_id=each.sample_id,
-                reason=each.reason,
-            )
-            for each in progress.findings
+            like(pb.LintFinding, each, kind=_FINDINGS[each.kind]) for each in progress.findings
         ],
-        num_left_out=progress.num_left_out,
-        num_damaged=progress.num_damaged,
         num_decoded=progress.media.get("", 0),
         not_decoded={reason: num for reason, num in progress.media.items() if reason},
     )
@@ -144,19 +132,12 @@ def from_cost_report(
     }
     return pb.PlanCostResponse(
         estimates=[
-            pb.CostEstimate(
-                order=each.order,
-                num_requests=each.num_requests,
-                num_bytes=each.num_bytes,
-                amplification=each.amplification,
-                memory_bytes=each.memory_bytes,
+            like(
+                pb.CostEstimate,
+                each,
                 quality=pb.ShuffleQuality(**asdict(each.quality)),
                 io_block_bytes=block_bytes[each.order],
                 window_blocks=question.order.window_blocks if each.order == "block" else 0,
-                money=each.money,
-                num_chunks_decoded=each.num_chunks_decoded,
-                num_opens=each.num_opens,
-                num_bytes_decoded=each.num_bytes_decoded,
             )
             for each in report.estimates
         ],
@@ -267,13 +248,11 @@ def from_session(session: Session) -> pb.SessionState:
 
 def from_order(order: Order) -> pb.OrderSpec:
     """The order of a job, as its client asked for it."""
-    return pb.OrderSpec(
+    return like(
+        pb.OrderSpec,
+        order,
         mode=pb.OrderMode.Value(f"ORDER_MODE_{order.mode.upper()}"),
         tail=pb.Tail.Value(f"TAIL_{order.tail.upper()}"),
-        seed=order.seed,
-        global_batch_size=order.global_batch_size,
-        io_block_bytes=order.io_block_bytes,
-        window_blocks=order.window_blocks,
         bucket=pb.Bucket(**asdict(order.bucket)) if order.bucket else None,
     )
 
@@ -285,13 +264,7 @@ def from_skipped(skipped: SkippedSteps) -> pb.SkippedSteps | None:
 
 
 def _from_lately(lately: Lately) -> pb.Lately:
-    return pb.Lately(
-        elapsed_s=lately.elapsed_s,
-        batches_per_s=lately.batches_per_s,
-        bytes_per_s=lately.bytes_per_s,
-        **_times(lately.times),
-        trainer_waited_s=lately.trainer_waited_s,
-    )
+    return like(pb.Lately, lately, **_times(lately.times))
 
 
 def _times(times: WindowTimes) -> dict[str, float]:
@@ -324,7 +297,7 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         num_samples_transformed=counts.transforms.num_samples,
         transform_cpu_s=counts.transforms.cpu_s,
         num_transform_workers_replaced=counts.transforms.num_replaced,
-        cache=_from_cache(counts.cache) if has_cache else None,
+        cache=like(pb.CacheCount, counts.cache) if has_cache else None,
         metrics=[
             pb.Metric(name=_series(sample), value=sample.value, meaning=family.documentation)
             for family in families(census)
@@ -332,11 +305,6 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
             if family.type in ("counter", "gauge") and "job_name" not in sample.labels
         ],
     )
-
-
-def _from_cache(counts: CacheCounts) -> pb.CacheCount:
-    names = pb.CacheCount.DESCRIPTOR.fields_by_name
-    return pb.CacheCount(**{name: getattr(counts, name) for name in names})
 
 
 def _series(sample: Sample) -> str:
@@ -376,23 +344,21 @@ def hide_others(status: pb.DaemonStatus) -> None:
 
 def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
     """The limits and queues of an object storage; `now` is a time of the loop's clock."""
-    return pb.EndpointState(
-        name=endpoint.name,
+    return like(
+        pb.EndpointState,
+        endpoint,
         limit=endpoint.limit.limit,
         num_in_flight=endpoint.queue.num_taken,
         num_waiting=endpoint.queue.num_waiting,
         num_retries_left=endpoint.budget.num_left(now),
-        num_answered=endpoint.num_answered,
-        first_byte_s=endpoint.first_byte_s,
     )
 
 
 def from_mount(mount: Mount) -> pb.Mount:
     """A mount: whether it hangs, and whether its reads are slow."""
-    return pb.Mount(
-        path=mount.path,
-        file_system=mount.file_system,
-        hangs_since_s=mount.hangs_since_s,
+    return like(
+        pb.Mount,
+        mount,
         guessed_slow=mount.latency.guess == "slow",
         slow=mount.latency.is_slow,
         read_s=mount.latency.median_s,
@@ -407,15 +373,11 @@ def from_timing(timing: BatchTiming, now: float, reader: str | None) -> pb.Batch
         now: a time of the clock that it was taken with.
         reader: the user who may see it, and the names of no other user's jobs; None for all.
     """
-    return pb.BatchTiming(
+    return like(
+        pb.BatchTiming,
+        timing,
         job=timing.job if reader in (None, timing.user) else "",
-        rank=timing.rank,
-        world_size=timing.world_size,
-        first_step=timing.first_step,
-        stop_step=timing.stop_step,
         ago_s=now - timing.begun_at - timing.total_s,
-        total_s=timing.total_s,
         awaited=timing.is_awaited,
-        error=timing.error,
         **asdict(timing.delays),
     )

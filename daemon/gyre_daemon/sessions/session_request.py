@@ -24,8 +24,7 @@ from itertools import chain
 
 from gyre_protos.text import counted
 
-from gyre_daemon.access.limits import Limits
-from gyre_daemon.access.principal import Principal
+from gyre_daemon.access.policy import Limits, Principal
 from gyre_daemon.config import MAX_PREFETCH_BATCHES, DatasetConfig
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.formats import FieldSpec

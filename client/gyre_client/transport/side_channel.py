@@ -17,9 +17,8 @@ import socket
 from gyre_protos.text import printable
 
 from gyre_client.errors import DaemonUnavailable, Overloaded
-from gyre_client.transport.address import Address
-from gyre_client.transport.credentials import CredentialFiles
-from gyre_client.transport.trust import check_peer
+from gyre_client.transport.address import Address, check_peer
+from gyre_client.transport.channel import CredentialFiles
 
 TOKEN_KEY = "gyre-side-token"
 TOKEN_BYTES = 32

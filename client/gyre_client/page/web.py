@@ -35,6 +35,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gyre_client.display.samples import Decode
 from gyre_client.errors import (
     DaemonUnavailable,
     GyreError,
@@ -44,8 +45,7 @@ from gyre_client.errors import (
     UnknownDataset,
 )
 from gyre_client.messages.arguments import MAX_STEP
-from gyre_client.page.order_views import cost_request, costs, order_map
-from gyre_client.page.sample_views import Decode, step_samples
+from gyre_client.page.views import cost_request, costs, order_map, step_samples
 from gyre_client.page.watch import Watch
 
 HOST = "127.0.0.1"

@@ -11,8 +11,7 @@ import grpc
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from gyre_daemon.access.policy import Policy
-from gyre_daemon.access.principal import Principal
+from gyre_daemon.access.policy import Policy, Principal
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.fields import LengthHistogram, length_histograms
@@ -24,12 +23,11 @@ from gyre_daemon.fetching.range_reader import RangeReader
 from gyre_daemon.monitoring.metrics import WindowTimes
 from gyre_daemon.runtime.events import audit_event, log_event
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.service import convert, requests
+from gyre_daemon.service import replies, requests
 from gyre_daemon.service.checkup import Checkup
-from gyre_daemon.service.guard import Callers, Context, answers_errors, audited_refusals
-from gyre_daemon.service.indexing import IndexService, LongCalls
-from gyre_daemon.service.opening import SessionOpener
-from gyre_daemon.service.planning import MixtureService, StepLocator, StepPlanner
+from gyre_daemon.service.guard import Callers, Context, audited_refusals
+from gyre_daemon.service.planning import StepQuestions
+from gyre_daemon.service.resolver import IndexService, LongCalls, SessionOpener
 from gyre_daemon.sessions.session import LeftArenas, Sent, Session
 from gyre_daemon.sessions.table import SessionTable, spreads_of, take_census
 from gyre_daemon.storage.location import parse_location, shown_uri
@@ -140,7 +138,7 @@ def batches(session: Session, first: Sent) -> pb.StreamResponse:
             break
         sent.append(more)
         num_left -= len(more.group.plan)
-    return convert.from_groups(sent, session)
+    return replies.from_groups(sent, session)
 
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
@@ -153,11 +151,7 @@ _MAX_LONG_CALLS, _MAX_RANGE_CALLS = 2, 16
 
 
 class LoaderService(pb_grpc.LoaderServicer):
-    """The service that one daemon offers.
-
-    Attributes:
-        metrics: count its errors.
-    """
+    """The service that one daemon offers; the guard answers its errors."""
 
     def __init__(
         self,
@@ -184,7 +178,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             config: of the daemon.
             drain: lets the daemon stop, and returns the seconds until it does at the latest.
         """
-        self.metrics = sessions.resources.metrics
         self._catalog = catalog
         self._sessions = sessions
         self._callers = callers
@@ -193,18 +186,15 @@ class LoaderService(pb_grpc.LoaderServicer):
         self._opener = SessionOpener(
             catalog, sessions, policy, transforms, measurer, config.prefetch_batches
         )
-        self._mixtures = MixtureService(sessions, policy)
         self._long_calls = LongCalls(_MAX_LONG_CALLS, "index or check")
         self._range_calls = LongCalls(_MAX_RANGE_CALLS, "read parts of", policy.is_admin)
         self._threads = measurer.threads
         self._indexes = IndexService(catalog, self._opener, self._long_calls, self._range_calls)
-        self._planner = StepPlanner(catalog, self._opener)
-        self._locator = StepLocator(catalog, self._opener)
+        self._steps = StepQuestions(catalog, self._opener, sessions, policy)
         self._checkup = Checkup(config, sessions)
         self._drain = drain
         self._started = time.monotonic()
 
-    @answers_errors
     async def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: Context
     ) -> pb.ListDatasetsResponse:
@@ -221,7 +211,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             )
         return response
 
-    @answers_errors
     async def DescribeDataset(
         self, request: pb.DescribeDatasetRequest, context: Context
     ) -> pb.DatasetDescription:
@@ -236,9 +225,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         if request.lengths:
             histograms = partial(length_histograms, dataset.sized, dataset.served)
             lengths = await self._opener.compute(caller, histograms)
-        return convert.from_dataset(dataset, lengths)
+        return replies.from_dataset(dataset, lengths)
 
-    @answers_errors
     async def IndexDataset(
         self, request: pb.IndexDatasetRequest, context: Context
     ) -> AsyncIterator[pb.IndexProgress]:
@@ -248,7 +236,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             async for progress in indexing:
                 yield progress
 
-    @answers_errors
     async def LintDataset(
         self, request: pb.LintDatasetRequest, context: Context
     ) -> AsyncIterator[pb.LintProgress]:
@@ -260,9 +247,8 @@ class LoaderService(pb_grpc.LoaderServicer):
             checking = self._catalog.lint(name, config, check_media, requests.to_shards(request))
             async with contextlib.aclosing(unheld(checking)) as linting:
                 async for progress in linting:
-                    yield convert.from_lint_progress(progress)
+                    yield replies.from_lint_progress(progress)
 
-    @answers_errors
     async def ReadSamples(
         self, request: pb.ReadSamplesRequest, context: Context
     ) -> AsyncIterator[pb.SamplesChunk]:
@@ -274,31 +260,28 @@ class LoaderService(pb_grpc.LoaderServicer):
             dataset = await self._opener.open_dataset(
                 name, config, declared, caller, is_measured=False
             )
-            description = convert.from_dataset(dataset)
+            description = replies.from_dataset(dataset)
             yield pb.SamplesChunk(description=description, transforms=dataset.transforms)
             reading = RangeReader(dataset, self._threads).read(request.first, request.stop)
             async with contextlib.aclosing(reading) as batches:
                 async for layout, memory in batches:
-                    chunk = pb.SamplesChunk(layout=convert.from_layout(layout))
+                    chunk = pb.SamplesChunk(layout=replies.from_layout(layout))
                     size = _CHUNK_BYTES - chunk.ByteSize()
                     for begin in range(0, layout.num_bytes, size):
                         chunk.data = memory[begin : min(begin + size, layout.num_bytes)].tobytes()
                         yield chunk
                         chunk = pb.SamplesChunk()
 
-    @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
-        return await self._planner.plan(self._callers.identify(context), request)
+        return await self._steps.plan_step(self._callers.identify(context), request)
 
-    @answers_errors
     async def LocateStep(
         self, request: pb.LocateStepRequest, context: Context
     ) -> pb.LocateStepResponse:
         """Find where the samples of one step of a job are stored."""
-        return await self._locator.locate(self._callers.identify(context), request)
+        return await self._steps.locate_step(self._callers.identify(context), request)
 
-    @answers_errors
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
         """Estimate the cost of each order."""
         caller = self._callers.identify(context)
@@ -311,18 +294,14 @@ class LoaderService(pb_grpc.LoaderServicer):
         question = requests.to_cost_question(request, dataset)
         estimate = partial(estimate_costs, dataset.index, question)
         report = await self._opener.compute(caller, estimate)
-        return convert.from_cost_report(report, question, dataset)
+        return replies.from_cost_report(report, question, dataset)
 
-    @answers_errors
     async def PlanMixture(
         self, request: pb.PlanMixtureRequest, context: Context
     ) -> pb.PlanMixtureResponse:
         """Count the samples of each source of a mixture."""
-        caller = self._callers.identify(context)
-        dataset = await self._opener.open_ordered(request.dataset, caller)
-        return await self._mixtures.plan(caller, dataset, request)
+        return await self._steps.plan_mixture(self._callers.identify(context), request)
 
-    @answers_errors
     async def ChangeWeights(self, request: bytes, context: Context) -> bytes:
         """Refuse a call of earlier clients, and say how weights change now."""
         raise InvalidRequest(
@@ -330,7 +309,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             "Loader(weights=...)"
         )
 
-    @answers_errors
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.SessionOpened:
@@ -354,15 +332,14 @@ class LoaderService(pb_grpc.LoaderServicer):
             max_queued_batches=session.max_queued,
             arena_bytes=session.arena_bytes if session.shares_arena else 0,
             max_kept_batches=session.num_kept,
-            fields=convert.from_fields(wanted.dataset.served),
-            stages=convert.from_stages(session),
+            fields=replies.from_fields(wanted.dataset.served),
+            stages=replies.from_stages(session),
             transforms=wanted.dataset.transforms,
-            skip_steps=convert.from_skipped(wanted.order.skipped),
+            skip_steps=replies.from_skipped(wanted.order.skipped),
             order_version=wanted.cursor.algorithm,
             iteration_stop=session.peer.read_until or 0,
         )
 
-    @answers_errors
     async def Stream(
         self, request_iterator: AsyncIterator[pb.StreamRequest], context: Context
     ) -> AsyncIterator[pb.StreamResponse]:
@@ -381,7 +358,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             listening.cancel()
             self._close(session.session_id)
 
-    @answers_errors
     async def ReadPayload(  # type: ignore[override]  # frames, not messages: see `register`
         self, request: pb.ReadPayloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
@@ -395,7 +371,6 @@ class LoaderService(pb_grpc.LoaderServicer):
                     return
                 yield _chunk(part)
 
-    @answers_errors
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context
     ) -> pb.CloseSessionResponse:
@@ -405,23 +380,22 @@ class LoaderService(pb_grpc.LoaderServicer):
             self._close(self._sessions.get(request.session_id, caller).session_id)
         return pb.CloseSessionResponse()
 
-    @answers_errors
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """Report the state of the daemon, and of the sessions that the caller may see."""
         caller = self._callers.identify(context)
         now = time.monotonic()
         census = take_census(self._sessions)
-        status = convert.from_census(census, has_cache=self._catalog.has_cache)
+        status = replies.from_census(census, has_cache=self._catalog.has_cache)
         if request.check:
             status.checkup.CopyFrom(pb.Checkup(problems=self._checkup.problems(census)))
         status.pid = os.getpid()
         status.uptime_s = now - self._started
         status.num_copy_workers = len(self._copy_workers.pids)
-        status.endpoints.extend(convert.from_endpoint(e, now) for e in self._catalog.endpoints)
-        status.mounts.extend(map(convert.from_mount, MOUNTS))
+        status.endpoints.extend(replies.from_endpoint(e, now) for e in self._catalog.endpoints)
+        status.mounts.extend(map(replies.from_mount, MOUNTS))
         sessions, is_admin = list(self._sessions), self._policy.is_admin(caller)
         shown = [each for each in sessions if is_admin or each.request.owner.name == caller.name]
-        status.sessions.extend(map(convert.from_session, shown))
+        status.sessions.extend(map(replies.from_session, shown))
         spreads = await spreads_of(shown, self._sessions, caller.name)  # of the steps above
         for state, spread in zip(status.sessions, spreads, strict=True):
             if spread is not None:
@@ -432,12 +406,11 @@ class LoaderService(pb_grpc.LoaderServicer):
             for each in self._opener.measurings
             if is_admin or self._policy.may_read(caller, each.dataset)
         ]
-        status.measurings.extend(map(convert.from_measuring, measured))
+        status.measurings.extend(map(replies.from_measuring, measured))
         if not self._policy.sees_all(caller):
-            convert.hide_others(status)
+            replies.hide_others(status)
         return status
 
-    @answers_errors
     async def ExplainStep(
         self, request: pb.ExplainStepRequest, context: Context
     ) -> pb.ExplainStepResponse:
@@ -455,11 +428,10 @@ class LoaderService(pb_grpc.LoaderServicer):
                 f"{whose}: it was not read yet, or too long ago"
             )
         return pb.ExplainStepResponse(
-            timings=[convert.from_timing(each, resources.clock(), reader) for each in found],
-            mounts=map(convert.from_mount, mounts),
+            timings=[replies.from_timing(each, resources.clock(), reader) for each in found],
+            mounts=map(replies.from_mount, mounts),
         )
 
-    @answers_errors
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Let the daemon stop, if an operator asks for it."""
         caller = self._callers.identify(context)
