@@ -19,7 +19,7 @@ from gyre_client.command.options import (
     transforms_of,
 )
 from gyre_client.display.formatting import CommandOutput, facts, size
-from gyre_client.display.terminal import progress_bar
+from gyre_client.display.terminal import ProgressBar
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, transform_list, whole
 from gyre_client.transport.connection import Connection
@@ -96,7 +96,7 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         args.dtype,
     )
     is_tokens, began_s = kind == "tokens", time.monotonic()
-    with progress_bar("samples") as bar:
+    with ProgressBar("samples") as bar:
 
         def show(num_done: int, num_all: int, elements_per_s: float) -> None:
             bar.update(num_done, num_all, f"{elements_per_s:,.0f} tokens/s" if is_tokens else "")

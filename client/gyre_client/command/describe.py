@@ -36,7 +36,7 @@ from gyre_client.display.formatting import (
     thumbnail,
 )
 from gyre_client.display.samples import Decode, Sample, Value, first_samples, token_ids, words_of
-from gyre_client.display.terminal import Bar, progress_bar
+from gyre_client.display.terminal import ProgressBar
 from gyre_client.errors import CorruptSample, GyreError, NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, is_location, transform_list, whole
 from gyre_client.prepare.units import LOCAL, findings_of, merged_findings
@@ -183,7 +183,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
 
 def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Builds the missing parts of a dataset's index, and shows the progress."""
-    with progress_bar("shards") as bar:
+    with ProgressBar("shards") as bar:
         if args.engine != LOCAL:
             on_shards(("index", "measure"), connection, args, None, bar)
         indexed = Indexed.of(connection.index(dataset_of(args), with_checksums=args.checksums), bar)
@@ -199,7 +199,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Measures the samples under a chain of transforms, and returns their lengths."""
     dataset, transforms = dataset_of(args), transforms_of(args)
-    with progress_bar("shards") as bar:
+    with ProgressBar("shards") as bar:
         if args.engine != LOCAL:
             on_shards(("index", "measure"), connection, args, transforms, bar)
         indexed = Indexed.of(connection.index(dataset, transforms=transforms), bar)
@@ -235,7 +235,7 @@ class Indexed:
     changes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, progress: Iterable[pb.IndexProgress], bar: Bar) -> "Indexed":
+    def of(cls, progress: Iterable[pb.IndexProgress], bar: ProgressBar) -> "Indexed":
         """Returns the finished index; until then, the bar shows the progress."""
         indexed = cls()
         for each in progress:
@@ -331,7 +331,7 @@ _KINDS = {pb.LintFinding.KIND_CORRUPT: "corrupt", pb.LintFinding.KIND_ODD: "odd"
 def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Returns the faults of a dataset; the exit status is 1 if there are any."""
     dataset = dataset_of(args)
-    with progress_bar("shards" if args.engine != LOCAL else "passes over shards") as bar:
+    with ProgressBar("shards" if args.engine != LOCAL else "passes over shards") as bar:
         if args.engine != LOCAL:
             found = merged_findings(on_shards(("lint",), connection, args, None, bar))
             if not found.num_damaged:

@@ -322,7 +322,7 @@ def add_rewind_arguments(parser: argparse.ArgumentParser) -> None:
     about = "steps of the run: one, or those from A to before B; of a cursor, steps of its order"
     parser.add_argument("--step", type=steps, required=True, metavar="S|A:B", help=about)
     parser.add_argument("--num", type=int, default=2, help="rows of each step to show (2)")
-    about = "decode token ids with this file of the library tokenizers"
+    about = "show token ids as text: a file of the library tokenizers, or bytes"
     parser.add_argument("--tokenizer", metavar="FILE", help=about)
     about = "a name, a path or a URI; the run's own if absent"
     parser.add_argument("--dataset", metavar="DATASET", help=about)

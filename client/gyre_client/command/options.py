@@ -14,7 +14,7 @@ from gyre_protos.text import bytes_of
 from gyre_protos.toml import parse_toml
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.terminal import Bar
+from gyre_client.display.terminal import ProgressBar
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import dataset_ref, is_location, transform_list
 from gyre_client.prepare.units import LOCAL, Daemons, Work, check_engine, run_on_shards
@@ -236,7 +236,7 @@ def on_shards(
     connection: Connection,
     args: argparse.Namespace,
     transforms: pb.TransformList | None,
-    bar: Bar,
+    bar: ProgressBar,
 ) -> Mapping[int, Any]:
     """Has the shards of the dataset worked on by the engine; see `run_on_shards`."""
     daemons, dataset = daemons_of(connection, args), dataset_of(args)

@@ -39,7 +39,7 @@ from gyre_client.loader.functions import (
 )
 from gyre_client.loader.place import (
     FORK_ADVICE,
-    ActiveIteration,
+    UNKNOWN,
     EpochIterator,
     OneThread,
     Place,
@@ -293,7 +293,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
         self._one_thread = OneThread(self, "this Loader")
         self._loaded_batch = -1  # the one at which a state was loaded just now
-        self._active = ActiveIteration()
+        self._iteration = 0  # the number of the youngest iterator
+        self._stop_batch = UNKNOWN  # the batch behind the last one of its iteration
         target = target_of_dataset(address, dataset, data_format, daemon_user)
         terms = Terms(to_device, token_dtype, reattach_timeout_s, stall_timeout_s)
         self._place = Place(target, self._request, tail, terms)
@@ -546,7 +547,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         cursor = cursor_of(state_dict)
         changed = flag("changed_transforms", changed_transforms)
         self._one_thread.check()
-        self._active.forget_end()
+        self._stop_batch = UNKNOWN
         self._place.resume(cursor, changed_transforms=changed)
         self._loaded_batch = self._place.position.batch
 
@@ -567,7 +568,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         return self._place.peek()
 
     def _go_to(self, batch: int) -> None:
-        self._active.forget_end()
+        self._stop_batch = UNKNOWN
         self._loaded_batch = -1
         self._place.go_to(batch)
 

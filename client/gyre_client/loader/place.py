@@ -35,7 +35,7 @@ from gyre_client.batches.device import CudaTransfer, DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.display.descriptions import measuring_line
 from gyre_client.display.formatting import is_watched
-from gyre_client.display.terminal import progress_bar
+from gyre_client.display.terminal import ProgressBar
 from gyre_client.errors import (
     ConcurrentUse,
     CursorRejected,
@@ -397,27 +397,7 @@ class Place:
         self.epochs = epochs_of(stages, batch_size, self._tail, skipped)
 
 
-_UNKNOWN = -1
-
-
-class ActiveIteration:
-    """The iteration that may read a loader; the loader and its youngest iterator share it.
-
-    It is a separate object so that no loader refers to an iterator, which refers to the loader:
-    a dropped loader is then closed at once, without a garbage collection.
-
-    Attributes:
-        stop_batch: The batch behind the last one of the iteration; -1 if it is not known yet.
-    """
-
-    __slots__ = ("stop_batch",)
-
-    def __init__(self) -> None:
-        self.stop_batch = _UNKNOWN
-
-    def forget_end(self) -> None:
-        """Makes the iterator find its end again before its next batch."""
-        self.stop_batch = _UNKNOWN
+UNKNOWN = -1  # the end of an iteration that was not looked for yet
 
 
 class EpochIterator:
@@ -436,15 +416,16 @@ class EpochIterator:
         self._num_epochs = num_epochs
         self._restart = restart
         self._has_ended = False
-        loader._active.forget_end()  # the older iterator looks, and finds that it is not active
-        self._active = loader._active = ActiveIteration()
+        loader._stop_batch = UNKNOWN
+        # A number: a loader that refers to no iterator is closed as soon as it is dropped.
+        self._number = loader._iteration = loader._iteration + 1
 
     def __iter__(self) -> Self:
         return self
 
     def ends_at(self, batch: int) -> bool:
         """Returns whether the iteration ends before the batch with this number."""
-        return batch >= self._active.stop_batch != _UNKNOWN
+        return batch >= self._loader._stop_batch != UNKNOWN
 
     def __next__(self) -> dict[str, torch.Tensor]:
         try:
@@ -464,14 +445,14 @@ class EpochIterator:
             GyreError: See `Loader`.
         """
         loader = self._loader
-        if loader._batch >= self._active.stop_batch:
+        if loader._iteration != self._number or loader._batch >= loader._stop_batch:
             self._find_end()
         try:
             return loader._peek()
         except StopIteration:
             raise DaemonFault(
                 f"the daemon ended the batches before step {loader.step}, but this iteration "
-                f"goes on to step {loader.step_of(self._active.stop_batch)}"
+                f"goes on to step {loader.step_of(loader._stop_batch)}"
             ) from None
 
     def _find_end(self) -> None:
@@ -481,21 +462,22 @@ class EpochIterator:
             StopIteration: The iteration has ended.
             InvalidRequest: A younger iterator reads the loader.
         """
+        loader = self._loader
         if self._has_ended:
             raise StopIteration
-        if self._loader._active is not self._active:
+        if loader._iteration != self._number:
             raise InvalidRequest(
                 "another iteration of this Loader has begun since, and only the youngest one may "
                 "go on: all of them would take from one stream. Make a second Loader for a second "
                 "reader"
             )
-        if self._active.stop_batch != _UNKNOWN:
+        if loader._stop_batch != UNKNOWN:
             self._has_ended = True
             raise StopIteration
         if self._restart:
-            self._loader.reset()
+            loader.reset()
             self._restart = False
-        self._active.stop_batch = self._loader._begin_iteration(self._num_epochs)
+        loader._stop_batch = loader._begin_iteration(self._num_epochs)
 
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -609,7 +591,7 @@ class MeasuringWatch:
                 if not draws:
                     _log.warning("waiting until samples are measured: %s", self._last)
                     continue
-                bar = bar or shown.enter_context(progress_bar("samples measured"))
+                bar = bar or shown.enter_context(ProgressBar("samples measured"))
                 num_done, num_all = (
                     sum(s.num_done for s in states),
                     sum(s.num_samples for s in states),

@@ -10,7 +10,7 @@ import torch
 from gyre_client.batches.batch import Position
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.as_data_loader import refuse_unknown
-from gyre_client.loader.place import ActiveIteration, EpochIterator, Epochs, epochs_of
+from gyre_client.loader.place import UNKNOWN, EpochIterator, Epochs, epochs_of
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ class Counted:
 
     def __init__(self, length: int = 5) -> None:
         self.position = Position(b"", 0)
-        self._active = ActiveIteration()
+        self._iteration, self._stop_batch = 0, UNKNOWN
         self.epochs = Epochs([(0, length)], 1)
 
     @property
@@ -77,7 +77,7 @@ class Counted:
 
     def go_to(self, step: int) -> None:
         self.position = Position(b"", step)
-        self._active.forget_end()
+        self._stop_batch = UNKNOWN
 
     def _begin_iteration(self, num_epochs: int | None) -> int:
         return 1 << 64 if num_epochs is None else self.epochs.stop(self._batch, num_epochs)

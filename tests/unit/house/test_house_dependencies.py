@@ -24,7 +24,6 @@ TRAINERS = {
     "megatron-core",
     "ray",
     "torchtitan",
-    "tqdm",
     "trl",
     "webdataset",
 }
