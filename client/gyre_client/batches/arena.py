@@ -93,7 +93,20 @@ Memory = npt.NDArray[np.uint8]
 _moved_out: "dict[int, weakref.ref[Memory]]" = {}
 
 
-class PrivateMapping:
+_SCAN = 0xC0606610  # PAGEMAP_SCAN, of linux/fs.h, since Linux 6.7
+_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_Argument = ctypes.c_uint64 * 12
+
+_MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
+# CDLL gives up the interpreter's lock: to map all pages of an arena takes milliseconds.
+_populate = ctypes.CDLL(None).madvise
+_populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# PyDLL keeps the lock: a scan takes microseconds, and to get the lock back may take longer.
+_ioctl = ctypes.PyDLL(None).ioctl
+_ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
+
+
+class ArenaMapping:
     """The mapping of one file. Ranges are half-open, in bytes of the file, and of whole pages.
 
     Attributes:
@@ -111,6 +124,16 @@ class PrivateMapping:
         self.address = _map(self.num_bytes, mmap.MAP_PRIVATE, descriptor)
         # The daemon's later writes must not appear in a forked child: see `arena`.
         _madvise(self.address, self.num_bytes, mmap.MADV_DONTFORK)
+        self._found = (ctypes.c_uint64 * 3)()
+        self._pagemap = -1
+        with contextlib.suppress(OSError):
+            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close_pagemap(self) -> None:
+        """Closes this process's page map, which `may_be_written` asks."""
+        descriptor, self._pagemap = self._pagemap, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def view(self, begin: int, end: int) -> Memory:
         """Returns the bytes [begin, end) as a writable array, uint8 [end - begin].
@@ -123,6 +146,39 @@ class PrivateMapping:
         if not 0 <= begin <= end <= self.num_bytes:
             raise ValueError(f"bytes [{begin}, {end}) of a file of {self.num_bytes}")
         return np.asarray(_Memory(self.address + begin, end - begin))
+
+    def map_pages(self) -> None:
+        """Maps every page in one call, which takes half as long as one by one.
+
+        A kernel without this call maps each page when it is first read.
+        """
+        _populate(self.address, self.num_bytes, _MADV_POPULATE_READ)
+
+    def may_be_written(self, begin: int, end: int) -> bool:
+        """Whether any page of a range is this process's own copy.
+
+        True as well if the kernel cannot tell.
+        """
+        if self._pagemap < 0:
+            return True
+        found = ctypes.addressof(self._found)
+        one_region, one_page = 1, 1
+        # masks (inverted, all of, any of, returned): present or swapped, and not the file's
+        wanted = (_IS_FILE, _IS_FILE, _IS_PRESENT | _IS_SWAPPED, 0)
+        size = ctypes.sizeof(_Argument)
+        argument = _Argument(
+            size,
+            0,
+            self.address + begin,
+            self.address + end,
+            0,
+            found,
+            one_region,
+            one_page,
+            *wanted,
+        )
+        num_regions: int = _ioctl(self._pagemap, _SCAN, ctypes.addressof(argument))
+        return num_regions != 0  # an older kernel, or a sandbox, says -1
 
     def drop_private(self, begin: int, end: int) -> None:
         """Drops this process's copies of the pages in a range: it shows the file again."""
@@ -200,69 +256,6 @@ def _map(num_bytes: int, flags: int, descriptor: int) -> int:
     if address is None or address == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return address
-
-
-_SCAN = 0xC0606610  # PAGEMAP_SCAN, of linux/fs.h, since Linux 6.7
-_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
-_Argument = ctypes.c_uint64 * 12
-
-_MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
-# CDLL gives up the interpreter's lock: to map all pages of an arena takes milliseconds.
-_populate = ctypes.CDLL(None).madvise
-_populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-# PyDLL keeps the lock: a scan takes microseconds, and to get the lock back may take longer.
-_ioctl = ctypes.PyDLL(None).ioctl
-_ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
-
-
-class PrivatePages:
-    """The pages of one private mapping of a file."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        """Opens this process's page map.
-
-        Args:
-            address: The address of the mapping.
-            num_bytes: Its length.
-        """
-        self._address = address
-        self._num_bytes = num_bytes
-        self._found = (ctypes.c_uint64 * 3)()
-        self._pagemap = -1
-        with contextlib.suppress(OSError):
-            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-
-    def close(self) -> None:
-        """Closes the page map."""
-        descriptor, self._pagemap = self._pagemap, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def map_pages(self) -> None:
-        """Maps every page in one call. The caller keeps the mapping alive.
-
-        A kernel without this call maps each page when it is first read.
-        """
-        _populate(self._address, self._num_bytes, _MADV_POPULATE_READ)
-
-    def may_be_written(self, offset_bytes: int, num_bytes: int) -> bool:
-        """Whether any page of a range is this process's own copy.
-
-        True as well if the kernel cannot tell.
-        """
-        if self._pagemap < 0:
-            return True
-        begin = self._address + offset_bytes
-        found = ctypes.addressof(self._found)
-        one_region, one_page = 1, 1
-        # masks (inverted, all of, any of, returned): present or swapped, and not the file's
-        wanted = (_IS_FILE, _IS_FILE, _IS_PRESENT | _IS_SWAPPED, 0)
-        size = ctypes.sizeof(_Argument)
-        argument = _Argument(
-            size, 0, begin, begin + num_bytes, 0, found, one_region, one_page, *wanted
-        )
-        num_regions: int = _ioctl(self._pagemap, _SCAN, ctypes.addressof(argument))
-        return num_regions != 0  # an older kernel, or a sandbox, says -1
 
 
 def check_memory(descriptor: int, num_bytes: int | None) -> None:
@@ -461,12 +454,11 @@ class Arena:
         """
         try:
             check_memory(descriptor, num_bytes)
-            self._mapping = PrivateMapping(descriptor)
+            self._mapping = ArenaMapping(descriptor)
         except OSError as error:
             raise NotShared(f"the daemon's memory cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
-        self._pages = PrivatePages(self._mapping.address, self._mapping.num_bytes)
         self._returned = deque() if returned is None else returned
         self.num_lent = 0
         self._loans: dict[int, Loan] = {}  # by the first byte
@@ -476,8 +468,8 @@ class Arena:
         _open_arenas.add(self)
 
     def map_pages(self) -> None:
-        """Maps all pages at once, which takes half as long as one by one."""
-        self._pages.map_pages()
+        """See `ArenaMapping.map_pages`."""
+        self._mapping.map_pages()
 
     def lend(
         self, begin: int, end: int, num_batches: int = 1, first_step: int = 0
@@ -520,7 +512,7 @@ class Arena:
             del self._loans[loan.begin]
             self._begins.remove(loan.begin)
             self.num_lent -= loan.num_batches
-            if loan.is_copied or self._pages.may_be_written(loan.begin, loan.end - loan.begin):
+            if loan.is_copied or self._mapping.may_be_written(loan.begin, loan.end):
                 self._mapping.drop_private(loan.begin, loan.end)
 
     def close(self) -> bool:
@@ -534,7 +526,7 @@ class Arena:
             if was_closed:
                 return True
             _open_arenas.discard(self)
-            self._pages.close()
+            self._mapping.close_pagemap()
             is_out, gap_begin = True, 0
             for begin, loan in sorted(self._loans.items()):
                 memory = loan()  # keeps the range as it is meanwhile
@@ -563,7 +555,7 @@ class Arena:
 
         Other threads do not exist here, and may have held the lock.
         """
-        self._pages.close()
+        self._mapping.close_pagemap()
         self._lock = threading.Lock()
         self._is_closed = True
         for loan in list(self._loans.values()):
