@@ -3,7 +3,6 @@
 Unsigned token ids become a dtype that `torch.nn.Embedding`, `max` and indexing accept.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,30 +78,15 @@ class TensorPlace:
     known_to_torch: torch.dtype | None = None
 
     def view(self, memory: Memory) -> torch.Tensor:
-        """Returns the tensor in a batch's memory on the host; it is writable if the memory is.
-
-        Raises:
-            DaemonFault: The tensor does not fit into the memory.
-        """
-        try:
-            found = torch.from_numpy(np.ndarray(self.shape, self.dtype, memory, self.offset_bytes))
-        except (TypeError, ValueError) as error:
-            raise self._misfit(len(memory), f": {error}") from None
+        """Returns the tensor in a batch's memory on the host; it is writable if the memory is."""
+        found = torch.from_numpy(np.ndarray(self.shape, self.dtype, memory, self.offset_bytes))
         return found.view(self.known_to_torch) if self.known_to_torch else found
 
     def view_on_device(self, payload: torch.Tensor) -> torch.Tensor:
         """Returns the tensor in a batch's memory on any device, uint8 [num_bytes]; see `view`."""
         dtype = self.known_to_torch or torch.from_numpy(np.empty(0, self.dtype)).dtype
         end_bytes = self.offset_bytes + math.prod(self.shape) * self.dtype.itemsize
-        if end_bytes > len(payload):
-            raise self._misfit(len(payload))
         return payload[self.offset_bytes : end_bytes].view(dtype).view(self.shape)
-
-    def _misfit(self, num_bytes: int, reason: str = "") -> DaemonFault:
-        return DaemonFault(
-            f"the tensor {self.name!r}, {self.dtype} {list(self.shape)} at {self.offset_bytes}, "
-            f"does not fit its payload of {num_bytes} bytes{reason}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +145,7 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name: views that keep the memory alive, or copies if one is converted.
-
-        Raises:
-            DaemonFault: A tensor does not fit into the memory.
-        """
+        """The tensors by name: views that keep the memory alive, or copies if one is converted."""
         layout = self.layout
         tensors = {place.name: place.view(self.memory) for place in layout.places}
         return widen(tensors, layout.widened) if layout.widened else tensors
@@ -343,12 +323,9 @@ def read_layout(layout: pb.Layout, widened: Widened, ragged: Iterable[str] = ())
     """Returns a layout.
 
     Args:
-        layout: The message.
+        layout: The message, which `BatchTensors` has checked.
         widened: The tensors to convert when they are taken out.
         ragged: The fields whose samples differ in length.
-
-    Raises:
-        DaemonFault: torch does not know a tensor's dtype, or a tensor is not aligned.
     """
     places = {tensor.name: _place(tensor) for tensor in layout.tensors}
     offsets = [(places[name + OFFSETS_SUFFIX], places[name].shape[0]) for name in ragged]
@@ -361,24 +338,6 @@ def read_cursors(cursors: pb.Cursors) -> Cursors:
 
 
 def _place(tensor: pb.Tensor) -> TensorPlace:
-    try:
-        dtype = _dtype("uint16" if tensor.dtype == BFLOAT16 else tensor.dtype)
-    except TypeError:
-        raise DaemonFault(
-            f"the tensor {tensor.name!r} has dtype {tensor.dtype!r}, which torch does not know"
-        ) from None
-    if tensor.offset_bytes % dtype.itemsize:
-        raise DaemonFault(
-            f"the tensor {tensor.name!r} starts at byte {tensor.offset_bytes}, "
-            f"which is not aligned for {tensor.dtype}"
-        )
     own = torch.bfloat16 if tensor.dtype == BFLOAT16 else None
+    dtype = np.dtype("uint16" if own else tensor.dtype)
     return TensorPlace(tensor.name, dtype, tuple(tensor.shape), tensor.offset_bytes, own)
-
-
-@functools.lru_cache
-def _dtype(name: str) -> np.dtype[np.generic]:
-    """Returns numpy's dtype; raises TypeError if numpy or torch has none of this name."""
-    dtype = np.dtype(name)
-    torch.from_numpy(np.empty(0, dtype))
-    return dtype

@@ -42,8 +42,6 @@ class BatchStream:
     Attributes:
         opened: The daemon's grants when the stream began.
         position: Where the consumer stands.
-        mixture: The mixture of the last session, by its digests; empty for none. It is true of all
-            earlier batches, too.
     """
 
     opened: pb.SessionOpened
@@ -64,7 +62,7 @@ class BatchStream:
             target: The daemon.
             request: Opens the session.
             reattach_timeout_s: How long the daemon may be away, now or later.
-            token_dtype: The dtype for unsigned token ids; see `tokens.widened`.
+            token_dtype: The dtype for unsigned token ids; see `widened`.
             stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
             generations: Numbers the sessions of the reader, where several streams share it.
         """

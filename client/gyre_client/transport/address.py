@@ -68,7 +68,7 @@ def parse_address(text: str, daemon_user: int | str | None = None) -> Address:
 
     Args:
         text: In one of the three forms.
-        daemon_user: A user whose daemon may answer there; see `users.trusted_uids`.
+        daemon_user: A user whose daemon may answer there; see `trusted_uids`.
 
     Raises:
         InvalidRequest: `text` has none of the three forms, or there is no such user.

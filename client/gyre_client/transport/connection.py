@@ -175,7 +175,7 @@ class Connection:
         self._read_payload = self._channel.unary_stream(
             "/gyre_protos.v1.Loader/ReadPayload",
             request_serializer=pb.ReadPayloadRequest.SerializeToString,
-            response_deserializer=None,  # the frames as they are: see frames.chunk_data
+            response_deserializer=None,  # the frames as they are: see channel.chunk_data
         )
 
     def __enter__(self) -> "Connection":
@@ -339,7 +339,7 @@ class Connection:
     def read_payload(
         self, session_id: str, timeout_s: float | None = None
     ) -> "grpc.CallIterator[bytes]":
-        """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
+        """Starts the payload stream of a session, as raw frames; see `channel.chunk_data`."""
         request = pb.ReadPayloadRequest(session_id=session_id)
         return self._read_payload(request, timeout=timeout_s, metadata=self._identity.metadata())
 

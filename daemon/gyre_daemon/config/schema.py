@@ -91,7 +91,7 @@ class DatasetConfig:
         options: the remaining keys of the table, which the format reads.
         storage: settings of the storage driver, which reads them: endpoint, region, credentials.
         cache: whether blocks read from object storage or a slow mount are kept in the node's cache.
-        allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
+        allow: who may read it, as `access.policy` says; empty for the daemon's user and group.
         follow_links: whether links among local files may lead out of the dataset's folder.
         rename: new names of fields, by the names that they have.
         cast: dtypes of numeric fields, by their new names.
@@ -212,7 +212,7 @@ class DaemonConfig:
             names of jobs and of their datasets.
         health_listen: where probes are answered, `tcp:HOST:PORT`; empty for nowhere. Other hosts
             may reach it: it says only whether the daemon is healthy and ready.
-        admin: operators, who may read and see everything, as `access.rules` says; empty for the
+        admin: operators, who may read and see everything, as `access.policy` says; empty for the
             daemon's user and root.
         audit_log: a file for the log's lines about accesses to data; empty for none.
         tls_certificate: a file with the certificate of `tls:` addresses, and those that lead to its

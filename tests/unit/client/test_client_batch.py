@@ -108,23 +108,6 @@ def test_empty_tensors_and_payloads() -> None:
     assert PayloadBuffer(0).num_missing == 0
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pb.Tensor(name="x", dtype="uint8", shape=[65]),
-        pb.Tensor(name="x", dtype="uint8", shape=[1], offset_bytes=64),
-        pb.Tensor(name="x", dtype="int64", shape=[2**61]),
-        pb.Tensor(name="x", dtype="int16", shape=[1], offset_bytes=3),
-        pb.Tensor(name="x", dtype="<U4", shape=[1]),
-    ],
-)
-def test_a_tensor_outside_its_payload_is_refused(place: pb.Tensor) -> None:
-    with pytest.raises(DaemonFault, match="tensor 'x'"):
-        tensors_of(filled(bytes(64)), [place])
-    with pytest.raises(DaemonFault, match="tensor 'x'"):
-        places_of([place])[0].view_on_device(torch.zeros(64, dtype=torch.uint8))
-
-
 def test_a_group_has_one_layout_for_all_batches_or_one_each() -> None:
     layouts = [pb.Layout(num_bytes=num_bytes) for num_bytes in (64, 128, 192)]
     three = pb.Cursors(own=[b"a", b"b", b"c"])
