@@ -9,13 +9,9 @@ import time
 from collections.abc import Iterator
 
 from gyre_daemon.config import DaemonConfig
-from gyre_daemon.config.machine_memory import memory_limit_bytes
-from gyre_daemon.monitoring.exposition import Census
-from gyre_daemon.runtime.limits import descriptor_shares, own_bytes
 from gyre_daemon.config.schema import memory_limit_bytes
 from gyre_daemon.monitoring.metrics import Census
-from gyre_daemon.runtime.connections import own_bytes
-from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.runtime.limits import descriptor_shares, own_bytes
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.mounts import MOUNTS
 

@@ -21,10 +21,8 @@ from gyre_daemon.order.buckets import DEFAULT_WINDOW_BATCHES, BucketRule
 from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.order.steps import MAX_SKIPPED, SkippedSteps, Stage, are_skipped, is_growth
-from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
-from gyre_daemon.storage.cache.node import shared_block_bytes
 from gyre_daemon.sessions.session_request import MAX_EPOCHS, Reader
-from gyre_daemon.storage.cache.cached import shared_block_bytes
+from gyre_daemon.storage.cache.node import shared_block_bytes
 from gyre_daemon.storage.unions import JoinedFiles
 
 _TAILS: dict[int, Tail] = {

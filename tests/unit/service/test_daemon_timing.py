@@ -1,10 +1,8 @@
 """The record of how long batches took."""
 
 from gyre_daemon.fetching.fetch import BatchTiming, BatchTimings
-from gyre_daemon.service.convert import from_timing
-from gyre_daemon.storage.base import Delays
 from gyre_daemon.service.replies import from_timing
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays
 
 
 def timing(step: int, job: str = "a", dataset: str = "x", num_steps: int = 1) -> BatchTiming:
