@@ -8,7 +8,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -36,27 +36,19 @@ from gyre_daemon.storage.sources.plain_http import HttpGet, _Connection
 from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.fuzz import shards
-from tests.unseekable import Unseekable
 
 _TAR = WebdatasetFormat(WebdatasetOptions())
 _MAX_UNPACKED_BYTES = 1 << 24
 
 
 def tar(data: bytes) -> None:
-    """A shard: both ways to read it agree, and what is found passes its own check."""
-    found = []
-    for file in (io.BytesIO(data), cast("BinaryIO", Unseekable(data))):
-        try:
-            found.append(_TAR.inspection.run("a.tar", file))
-        except CorruptSample:
-            found.append({})
-    scan, streamed = found
-    assert scan.keys() == streamed.keys()
-    for name, array in scan.items():
-        assert np.array_equal(array, streamed[name]), name
-    if scan:
-        _TAR.inspection.check(scan, len(data))
-        _assemble(scan, len(data))
+    """A shard: what is found passes its own check."""
+    try:
+        scan = _TAR.inspection.run("a.tar", io.BytesIO(data))
+    except CorruptSample:
+        return
+    _TAR.inspection.check(scan, len(data))
+    _assemble(scan, len(data))
 
 
 def index(data: bytes) -> None:

@@ -17,10 +17,10 @@ from gyre_daemon.datasets.formats.installed import (
 )
 from gyre_daemon.datasets.formats.jsonl import JsonlFormat, JsonlOptions
 from gyre_daemon.datasets.formats.lines import LinesOptions, TextFormat
-from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
+from gyre_daemon.datasets.formats.mds import MdsFormat
 from gyre_daemon.datasets.formats.npy import RowsFormat, RowsOptions
 from gyre_daemon.datasets.formats.parquet import ParquetFormat
-from gyre_daemon.datasets.formats.schemas import ColumnOptions
+from gyre_daemon.datasets.formats.schemas import ColumnOptions, SchemaOptions
 from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
@@ -34,7 +34,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "jsonl": FormatEntry.of(JsonlFormat, JsonlOptions),
     "csv": FormatEntry.of(CsvFormat, DelimitedOptions),
     "tsv": FormatEntry.of(TsvFormat, DelimitedOptions),
-    "mds": FormatEntry.of(MdsFormat, MdsOptions),
+    "mds": FormatEntry.of(MdsFormat, SchemaOptions),
     "npy": FormatEntry.of(RowsFormat, RowsOptions),
     "parquet": FormatEntry.of(ParquetFormat, ColumnOptions),
     "tfrecord": FormatEntry.of(TfrecordFormat, TfrecordOptions),

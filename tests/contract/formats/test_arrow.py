@@ -10,10 +10,9 @@ import pyarrow as pa
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
-from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.arrow import RecordBatchScan
+from gyre_daemon.datasets.formats import Format, SampleIndex
+from gyre_daemon.datasets.formats.base import Scan
 from gyre_daemon.datasets.formats.chunk_index import check_chunks, chunks_of
-from gyre_daemon.datasets.formats.schemas import Wanted
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +30,11 @@ def stored(table: Any, rows: int, *, is_stream: bool = False, **options: Any) ->
     with make(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         writer.write_table(table, max_chunksize=rows)
     return sink.getvalue()
+
+
+def scan_of(arrow: Format) -> Scan:
+    assert isinstance(arrow.inspection, Scan)
+    return arrow.inspection
 
 
 def index_of(shards: Sequence[bytes], **options: Any) -> SampleIndex:
@@ -212,7 +216,7 @@ def small_file(*, is_stream: bool) -> bytes:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_file_that_is_cut_off_anywhere_is_refused(is_stream: bool) -> None:
     data = small_file(is_stream=is_stream)
-    run = RecordBatchScan(Wanted())
+    run = scan_of(shard_format("arrow")).run
     for size in range(len(data)):
         with pytest.raises(CorruptSample, match=r"shard a at byte \d+: ") as caught:
             run("a", io.BytesIO(data[:size]))
@@ -223,7 +227,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(is_stream: bool) -> None:
 def test_a_flipped_bit_is_refused_or_stays_within_the_file(is_stream: bool) -> None:
     """Arrow has no checksums: what only changes values cannot be noticed."""
     data = small_file(is_stream=is_stream)
-    run, num_refused = RecordBatchScan(Wanted()), 0
+    run, num_refused = scan_of(shard_format("arrow")).run, 0
     for place in range(len(data)):
         flipped = bytearray(data)
         flipped[place] ^= 1 << (place % 8)

@@ -16,7 +16,6 @@ it may crash.
 """
 
 import functools
-import importlib.util
 import itertools
 import os
 import re
@@ -30,14 +29,14 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import (
     Arrays,
-    DamagedSample,
     FieldSpec,
-    SampleIndex,
     Scan,
     corrupt,
+    require_library,
 )
 from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
+    ChunkFormat,
     ChunkIndex,
     Column,
     StoredChunk,
@@ -45,9 +44,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
     lacking,
     num_rows,
-    refuse_damaged,
 )
-from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 
 BLOCK_BYTES = 1 << 16
@@ -321,7 +318,7 @@ def records_of(data: memoryview, start: int) -> list[bytes]:
 
 def _read(data: memoryview, start: int, chunks: Sequence[Chunk]) -> list[bytes]:
     """The records of these chunks; see [Note: How a part of a file is read]."""
-    from array_record.python import array_record_module  # noqa: PLC0415  # see `require_library`
+    from array_record.python import array_record_module  # noqa: PLC0415  # only these processes need it
 
     # not into the first block, in which the library looks for a signature
     shift = BLOCK_BYTES + start % BLOCK_BYTES - start
@@ -354,19 +351,6 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> None:
 def _reason(error: Exception) -> str:
     """The library's message, without the offsets in a memory file."""
     return _PLACES.split(str(error), maxsplit=1)[0][:300]
-
-
-def require_library() -> None:
-    """Refuse the format where its library is not installed.
-
-    Raises:
-        ConfigError: names the extra.
-    """
-    if importlib.util.find_spec("array_record") is None:
-        raise ConfigError(
-            "the format arrayrecord needs array_record, which is not installed. "
-            'Run pip install "gyre-ml[records]".'
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,19 +524,17 @@ def decode_chunks(chunk: StoredChunk) -> Sequence[Column]:
     return [Column(np.frombuffer(b"".join(records), np.uint8), ends)]
 
 
-_NOUN = "group of chunks"
-
-
 @dataclass(frozen=True, slots=True)
 class ArrayRecordOptions:
     """The keys of an `arrayrecord` dataset: none."""
 
 
-class ArrayRecordFormat:
+class ArrayRecordFormat(ChunkFormat):
     """A `Format` whose chunks are one or several of Riegeli's."""
 
     pattern = "*.{array_record,arrayrecord,riegeli,array_record-*-of-*[0-9]}"
     unpacks_gzip = False
+    noun = "group of chunks"
     inspection = Scan("arrayrecord/1", scan_file, num_rows, check_chunks, seeks=True)
 
     @staticmethod
@@ -566,18 +548,8 @@ class ArrayRecordFormat:
         Raises:
             ConfigError: array_record is not installed.
         """
-        require_library()
+        require_library("array_record", "the format arrayrecord needs", "records")
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
-        refuse_damaged(shards, inspected, _NOUN)
-        return self.assemble_tolerantly(shards, inspected)[0]
-
-    def assemble_tolerantly(
-        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
-    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-        """See `TolerantFormat`: all records of groups that cannot be decoded.
-
-        They are found when all groups are tried.
-        """
-        return ChunkIndex(shards, inspected, decode_chunks, _NOUN, b"arrayrecord"), ()
+    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
+        """See `ChunkFormat.index_of`."""
+        return ChunkIndex(shards, inspected, decode_chunks, self.noun, b"arrayrecord")

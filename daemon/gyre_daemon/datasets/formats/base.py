@@ -73,9 +73,10 @@ text file is a sample:
     LINES = FormatEntry.of(LinesFormat, LinesOptions)
 """
 
+import importlib.util
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +95,8 @@ from gyre_daemon.datasets.formats.field_spec import (
 )
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.block_order import BlockTable
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.order.shuffle.blocks import BlockTable
 from gyre_daemon.storage.shard import Shard
 
 __all__ = [
@@ -118,8 +121,29 @@ __all__ = [
     "array_of",
     "corrupt",
     "indexed_fields",
+    "probe_heads",
+    "require_library",
     "stored_fields",
 ]
+
+
+def require_library(module: str, reader: str, extra: str, package: str = "") -> None:
+    """Refuse a reader of files whose library is not installed.
+
+    Args:
+        module: of the library.
+        reader: for the message, such as `the format arrow needs`.
+        extra: that installs it.
+        package: its name, if not that of the module.
+
+    Raises:
+        ConfigError: names the extra.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"{reader} {package or module}, which is not installed. "
+            f'Run pip install "gyre-ml[{extra}]".'
+        )
 
 
 def corrupt(shard: str, offset: int | None, reason: str, **facts: str) -> CorruptSample:
@@ -131,6 +155,7 @@ def corrupt(shard: str, offset: int | None, reason: str, **facts: str) -> Corrup
     )
 
 
+T = TypeVar("T")
 Arrays = Mapping[str, np.ndarray]  # the results of an inspection, by names that the format chooses
 
 
@@ -187,15 +212,14 @@ class Scan:
 
     Attributes:
         version: name and version of the arrays; a sidecar of another version is made again.
-        run: takes a shard's name and its bytes, and returns the arrays of this shard. It may seek
-            if the file can. It raises CorruptSample if the shard is damaged, with the shard and the
-            offset.
+        run: takes a shard's name and its bytes, and returns the arrays of this shard. It raises
+            CorruptSample if the shard is damaged, with the shard and the offset.
         num_samples: takes a shard's arrays and returns how many samples it has.
         check: takes stored arrays, which may be forged, and the size of the shard. It raises
             ValueError if `run` could not have returned them for a shard of that size.
         seeks: whether `run` must seek. It then gets a file that asks the storage for each range.
-        skips: whether `run` passes over parts of a file that can seek, always forward. Of an
-            object, large such parts are not read.
+        skips: whether `run` passes over parts of the file, always forward. It then gets one that
+            can seek. Of an object, large such parts are not read.
         ragged: names of fields of lists that stay ragged even if all of them have one length.
     """
 
@@ -243,6 +267,35 @@ class ProbeResponse:
 
 # Yields requests and is sent the responses, or None if an optional file is absent. Returns arrays.
 ProbeSteps = Generator[ProbeRequest, ProbeResponse | None, Arrays]
+
+
+# Shards whose heads are requested together and held in memory: at most 10 MiB. More would gain
+# nothing, since the storage has far fewer requests in flight.
+_HEADS_AT_ONCE = 1024
+
+
+def probe_heads(
+    shards: Sequence[Shard],
+    num_bytes: int,
+    read: Callable[[Shard, bytes, int], T],
+    suffix: str = "",
+) -> Generator[ProbeRequest, ProbeResponse | None, list[T]]:
+    """Part of a probe: read the first bytes of all shards, or of the files next to them.
+
+    Args:
+        shards: of the dataset.
+        num_bytes: of each head; a shorter file is its own head.
+        read: takes a shard, the head, and the size of its file; its results are returned.
+        suffix: see `ProbeRequest`.
+    """
+    found = []
+    for begin in range(0, len(shards), _HEADS_AT_ONCE):
+        some = range(begin, min(begin + _HEADS_AT_ONCE, len(shards)))
+        response = yield ProbeRequest(some, [0] * len(some), [num_bytes] * len(some), suffix)
+        assert response is not None
+        heads = zip(some, response.pieces, response.file_bytes, strict=True)
+        found += [read(shards[shard], head, file_bytes) for shard, head, file_bytes in heads]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,11 @@ processes that may be killed.
 import hashlib
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +35,14 @@ from gyre_daemon.datasets.formats.base import (
     PRESENT_SUFFIX,
     Arrays,
     CodecName,
+    DamagedSample,
     Extents,
     FieldSpec,
     SampleIndex,
     array_of,
 )
 from gyre_daemon.datasets.formats.field_spec import is_servable
-from gyre_daemon.datasets.formats.sample_table import RaggedBounds, json_of
+from gyre_daemon.datasets.formats.sample_table import RaggedBounds, json_of, located_bounds
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.block_order import (
@@ -273,6 +275,33 @@ def refuse_damaged(shards: Sequence[Shard], inspected: Sequence[Arrays], noun: s
             )
 
 
+class ChunkFormat(ABC):
+    """A `Format` whose samples are rows of chunks, of which some may be damaged.
+
+    Damage is found when all chunks are tried; then all samples of a damaged chunk are.
+
+    Attributes:
+        noun: the format's name for a chunk.
+    """
+
+    noun: ClassVar[str]
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `Format.assemble`."""
+        refuse_damaged(shards, inspected, self.noun)
+        return self.index_of(shards, inspected)
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """See `TolerantFormat`."""
+        return self.index_of(shards, inspected), ()
+
+    @abstractmethod
+    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """The index of all chunks; see `Format.assemble`."""
+
+
 def lacking(fields: Sequence[FieldSpec], num_rows: int) -> list[Column | None]:
     """The columns of a chunk that cannot be decoded: rows without bytes."""
     nothing = np.empty(0, np.uint8)
@@ -283,6 +312,11 @@ def lacking(fields: Sequence[FieldSpec], num_rows: int) -> list[Column | None]:
 def num_rows(arrays: Arrays) -> int:
     """The rows of a shard."""
     return int(arrays["rows"].sum())
+
+
+def num_samples(arrays: Arrays) -> int:
+    """The samples of a shard: rows of chunks, or ranges with a `size` each."""
+    return num_rows(arrays) if "rows" in arrays else len(arrays["size"])
 
 
 def check_chunks(arrays: Arrays, file_bytes: int) -> None:
@@ -642,16 +676,7 @@ class ChunkIndex(SampleIndex):
 
     @cached_property
     def _bounds(self) -> RaggedBounds:
-        return RaggedBounds(self._ragged_bytes)
-
-    def _ragged_bytes(self) -> Int64Array:
-        """Int64 [N], the bytes of all ragged fields of each row."""
-        sizes = self._ends.astype(np.int64)
-        begins = sizes[:-1].copy()
-        begins[self._first[1:-1] - 1] = 0  # of the first row of each further chunk
-        sizes[1:] -= begins
-        total: Int64Array = sizes.sum(axis=1)
-        return total
+        return located_bounds(self)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""

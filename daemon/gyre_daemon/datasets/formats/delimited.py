@@ -27,10 +27,15 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
     corrupt,
 )
-from gyre_daemon.datasets.formats.field_spec import check_names, renamed
+from gyre_daemon.datasets.formats.chunk_index import DamagedPart, num_samples
 from gyre_daemon.datasets.formats.lines import pieces_of
-from gyre_daemon.datasets.formats.sample_table import SampleTable, check_columns, json_of
-from gyre_daemon.datasets.formats.schemas import SchemaOptions, common_schema, known_columns
+from gyre_daemon.datasets.formats.sample_table import (
+    SampleTable,
+    check_columns,
+    joined_columns,
+    json_of,
+)
+from gyre_daemon.datasets.formats.schemas import SchemaOptions, chosen_columns, common_schema
 from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
@@ -40,18 +45,6 @@ _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
 _MAX_RECORD_BYTES = 64 << 20
 
 Int64s = npt.NDArray[np.int64]
-
-
-class MalformedTable(ValueError):
-    """A file is no table of the declared kind.
-
-    Attributes:
-        offset: where, in bytes.
-    """
-
-    def __init__(self, offset: int, reason: str) -> None:
-        super().__init__(reason)
-        self.offset = offset
 
 
 def scan_table(file: BinaryIO, delimiter: str, names: Sequence[str]) -> Arrays:
@@ -68,7 +61,7 @@ def scan_table(file: BinaryIO, delimiter: str, names: Sequence[str]) -> Arrays:
         names: JSON of the columns' names.
 
     Raises:
-        MalformedTable: with the offset.
+        DamagedPart: it is no table of the declared kind; with the offset.
     """
     names = list(names)
     tables: list[tuple[Int64s, Int64s, Int64s]] = []
@@ -82,10 +75,8 @@ def scan_table(file: BinaryIO, delimiter: str, names: Sequence[str]) -> Arrays:
             cells_of = cells_of[1:]
         if (wrong := np.flatnonzero(cells_of != len(names))).size:
             first = int(start[cells_of[: wrong[0]].sum()])
-            raise MalformedTable(
-                offset + first,
-                f"a record has {cells_of[wrong[0]]} cells, and there are {len(names)} columns",
-            )
+            has = f"a record has {cells_of[wrong[0]]} cells"
+            raise DamagedPart(f"{has}, and there are {len(names)} columns", offset + first)
         start, size, length = _without_quotes(data, offset, start, stop)
         tables.append((start + offset, size, length))
     nothing = np.empty(0, np.int64)
@@ -114,10 +105,10 @@ def _whole_records(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             yield begin, pending[:stop]
             begin, pending = begin + stop, pending[stop:]
         elif len(pending) > _MAX_RECORD_BYTES:
-            raise MalformedTable(begin, f"no record ends within {_MAX_RECORD_BYTES >> 20} MiB")
+            raise DamagedPart(f"no record ends within {_MAX_RECORD_BYTES >> 20} MiB", begin)
     if pending:
         if pending.count(_QUOTE) % 2:
-            raise MalformedTable(begin, "the record there has a quote without a second one")
+            raise DamagedPart("the record there has a quote without a second one", begin)
         yield begin, pending + b"\n"
 
 
@@ -153,10 +144,10 @@ def _names(record: bytes, delimiter: str, offset: int) -> list[str]:
     try:
         names = next(csv.reader(io.StringIO(record.decode(), newline=""), delimiter=delimiter))
     except (ValueError, csv.Error) as error:
-        raise MalformedTable(offset, f"the names of the columns cannot be read: {error}") from error
+        raise DamagedPart(f"the names of the columns cannot be read: {error}", offset) from error
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise MalformedTable(offset, f"two columns have the name {twice!r:.100}")
+        raise DamagedPart(f"two columns have the name {twice!r:.100}", offset)
     return names
 
 
@@ -170,9 +161,9 @@ def _without_quotes(
     is_quoted = (values[start] == _QUOTE) & (values[stop - 1] == _QUOTE) & (stop - start > 1)
     wrong = np.flatnonzero((has > 0) & ~is_quoted)
     if len(wrong):
-        raise MalformedTable(
-            offset + int(start[wrong[0]]),
+        raise DamagedPart(
             "a cell has a quote but is not wholly quoted; write it as RFC 4180 says",
+            offset + int(start[wrong[0]]),
         )
     size = stop - start - 2 * is_quoted
     return start + is_quoted, size, size - np.where(is_quoted, (has - 2) // 2, 0)
@@ -190,14 +181,11 @@ class DelimitedOptions(SchemaOptions):
     """The keys of a `csv` or `tsv` dataset.
 
     Attributes:
-        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
-            `class` under the name `label`; empty for all.
         types: of columns with numbers, by the name in the file: `int64` or `float64`.
         names: of the columns, if the files do not begin with them.
         delimiter: one character of ASCII; empty for a comma, or for `tsv` a tab.
     """
 
-    columns: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     delimiter: str = ""
@@ -209,7 +197,6 @@ class DelimitedOptions(SchemaOptions):
             raise ConfigError("`delimiter` must be one character, and no quote or end of a line")
         if not self.delimiter.isascii():
             raise ConfigError("`delimiter` must be a character of ASCII")
-        renamed(self.columns, "columns")
         for name, column_type in self.types.items():
             if column_type not in ("text", *_STORED):
                 raise ConfigError(
@@ -233,7 +220,7 @@ class CsvFormat:
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
         kind = json.dumps([self._delimiter, self._options.names])
-        return Scan(f"delimited/1 {kind}", self._scan, lambda scan: len(scan["size"]), _check)
+        return Scan(f"delimited/1 {kind}", self._scan, num_samples, _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
@@ -244,35 +231,21 @@ class CsvFormat:
                     f"there is no column {column!r:.100}, which `types` has; the files have "
                     f"{', '.join(sorted(known)):.1000}"
                 )
-        return assemble_union(
-            self._options,
-            [field for field, _ in renamed(self._options.columns, "columns")],
-            shards,
-            inspected,
-            lambda scan: bytes(scan["names"]),
-            lambda scan: len(scan["size"]),
-            self._assemble,
-        )
+        return assemble_union(self._options, shards, inspected, "names", self._assemble)
 
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """The index of shards that have the same columns."""
         every: list[list[str]] = [json.loads(scan["names"].tobytes()) for scan in inspected]
         names = common_schema(shards, [each or None for each in every], _described) or []
-        wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
-        check_names([name for name, _ in wanted], "columns")
-        if names:
-            wanted = known_columns(self._options, wanted, names, shards[0].name)
-        full = [scan for scan in inspected if len(scan["size"])]
-        places = [names.index(column) for _, column in wanted] if full else []
-        nothing = np.empty((0, len(places)), np.int64)
+        chosen = chosen_columns(self._options, names, shards[0].name) if names else []
+        places = [place for _, place in chosen]
         start, size, length = (
-            np.concatenate([nothing, *(scan[key][:, places] for scan in full)])
-            for key in ("start", "size", "length")
+            joined_columns(inspected, name, places) for name in ("start", "size", "length")
         )
-        has_doubled = (size != length).any(axis=0)
+        has_doubled = (size != length).any(axis=0).tolist()
         specs = [
-            _spec(name, self._options.types.get(column, "text"), has_doubled=bool(doubled))
-            for (name, column), doubled in zip(wanted, has_doubled, strict=bool(full))
+            _spec(field, self._options.types.get(names[place], "text"), has_doubled=doubled)
+            for (field, place), doubled in zip(chosen, has_doubled, strict=True)
         ]
         is_number = np.array([not spec.ragged for spec in specs], np.bool_)
         absent = (size == 0) & is_number
@@ -295,7 +268,7 @@ class CsvFormat:
     def _scan(self, shard: str, file: BinaryIO) -> Arrays:
         try:
             return scan_table(file, self._delimiter, self._options.names)
-        except MalformedTable as error:
+        except DamagedPart as error:
             raise corrupt(shard, error.offset, str(error)) from error
 
 

@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, SampleIndex, Scan
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, SampleIndex, Scan
 from gyre_daemon.datasets.formats.chunk_index import (
+    ChunkFormat,
     ChunkIndex,
     Column,
     DamagedPart,
@@ -31,7 +32,6 @@ from gyre_daemon.datasets.formats.chunk_index import (
     fields_of,
     lacking,
     num_rows,
-    refuse_damaged,
 )
 from gyre_daemon.datasets.formats.field_spec import check_names, ragged_fields, renamed
 from gyre_daemon.datasets.formats.lines import (
@@ -190,8 +190,7 @@ class JsonlOptions(SchemaOptions):
     r"""The keys of a `jsonl` dataset.
 
     Attributes:
-        columns: keys of the objects to serve, such as `text`, or `label=class` to serve the key
-            `class` under the name `label`; `*` alone for all. Empty to serve the documents.
+        columns: keys of the objects to serve; `*` alone for all. Empty to serve the documents.
         types: of columns by their keys, where their values do not say: `int64`, `float64`, `bool`,
             `text` or `json`.
         lengths: of columns by their keys: 0 where lists stay ragged even if all have one length.
@@ -199,7 +198,6 @@ class JsonlOptions(SchemaOptions):
             U+FFFD in its place.
     """
 
-    columns: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     lengths: Mapping[str, int] = field(default_factory=dict)
     surrogates: Literal["fail", "replace"] = "fail"
@@ -211,7 +209,6 @@ class JsonlOptions(SchemaOptions):
             ConfigError: says why.
         """
         SchemaOptions.__post_init__(self)
-        renamed(self.columns, "columns")
         if "*" in self.columns and len(self.columns) > 1:
             raise ConfigError('`columns` has "*" and names; "*" alone serves all keys')
         of_columns = self.types, self.lengths, self.schema == "union", self.replaces_surrogates
@@ -240,7 +237,7 @@ class JsonlOptions(SchemaOptions):
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Names of the fields, and of their keys; empty for all keys."""
+        """See `SchemaOptions.pairs`."""
         return () if self.columns == ("*",) else tuple(renamed(self.columns, "columns"))
 
     @property
@@ -251,7 +248,7 @@ class JsonlOptions(SchemaOptions):
         return JsonColumns(self.pairs, types, may_lack, self.replaces_surrogates)
 
 
-class JsonlFormat(TextFormat):
+class JsonlFormat(ChunkFormat, TextFormat):
     """A `Format`: a sample is a JSON document, or the values of some of its keys.
 
     A file named `.json` may be one array of objects, too. Since metadata has that name, such files
@@ -260,6 +257,7 @@ class JsonlFormat(TextFormat):
 
     pattern = "*.{jsonl,ndjson,jsonl.gz,ndjson.gz,jsonl.zst,ndjson.zst,json.gz,json.zst}"
     ambiguous_pattern = "*.json"
+    noun = BLOCK
     _field = FieldSpec("json", _UINT8, (), ragged=True, codec="json")
     _keeps_empty = False
     _version = 2
@@ -282,21 +280,10 @@ class JsonlFormat(TextFormat):
         ragged = ragged_fields(self._options.lengths, self._options.pairs)
         return Scan(f"json-columns/4 {wanted}", wanted, num_rows, check_chunks, ragged=ragged)
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
-        if self._options.columns:
-            refuse_damaged(shards, inspected, BLOCK)
-        return self.assemble_tolerantly(shards, inspected)[0]
-
-    def assemble_tolerantly(
-        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
-    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-        """See `TolerantFormat`: of columns, all lines of a block that cannot be parsed.
-
-        They are found when all blocks are tried.
-        """
+    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `ChunkFormat.index_of`."""
         if not self._options.columns:
-            return super().assemble(shards, inspected), ()
+            return TextFormat.assemble(self, shards, inspected)
         full = [scan for scan in inspected if num_rows(scan)]
         if full and not any(fields_of(scan) for scan in full):
             raise ConfigError(
@@ -304,21 +291,13 @@ class JsonlFormat(TextFormat):
                 "documents as they are, or name the kinds of the keys in `types`."
             )
         try:
-            index = assemble_union(
-                self._options,
-                [name for name, _ in self._options.pairs],
-                shards,
-                inspected,
-                lambda scan: scan["fields"].tobytes(),
-                num_rows,
-                self._index_of_columns,
-            )
+            columns = self._index_of_columns
+            return assemble_union(self._options, shards, inspected, "fields", columns)
         except CorruptSample as error:
             advice = (
                 '. Set `types` of keys that differ, `schema = "union"` for keys that are absent'
             )
             raise CorruptSample(f"{error}{advice}", error.facts) from error
-        return index, ()
 
     def _index_of_columns(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
         """The index of shards that have the same columns."""

@@ -21,7 +21,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     StoredChunk,
     check_chunks,
     chunk_arrays,
-    num_rows,
+    num_samples,
 )
 from gyre_daemon.datasets.formats.sample_table import SampleTable, check_extents
 from gyre_daemon.datasets.formats.schemas import are_compressed
@@ -212,7 +212,7 @@ class TextFormat:
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
         return Scan(
-            f"{self._field.name}-lines/{self._version}", self._scan_any, _num_samples, _check
+            f"{self._field.name}-lines/{self._version}", self._scan_any, num_samples, _check
         )
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
@@ -255,10 +255,6 @@ class TextFormat:
 
     def _check_line(self, line: bytes) -> None:
         check_text(line)
-
-
-def _num_samples(scan: Arrays) -> int:
-    return num_rows(scan) if "rows" in scan else len(scan["size"])
 
 
 def _check(scan: Arrays, file_bytes: int) -> None:

@@ -33,14 +33,19 @@ from gyre_daemon.datasets.formats.chunk_index import (
     Column,
     StoredChunk,
     chunk_arrays,
+    num_samples,
 )
-from gyre_daemon.datasets.formats.field_spec import check_names, renamed
-from gyre_daemon.datasets.formats.sample_table import SampleTable, check_columns, json_of
+from gyre_daemon.datasets.formats.sample_table import (
+    SampleTable,
+    check_columns,
+    joined_columns,
+    json_of,
+)
 from gyre_daemon.datasets.formats.schemas import (
     SchemaOptions,
     are_compressed,
+    chosen_columns,
     common_schema,
-    known_columns,
 )
 from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
@@ -324,48 +329,19 @@ _SCALARS = frozenset(
 ) - {"float8"}
 
 
-@dataclass(frozen=True, slots=True)
-class MdsOptions(SchemaOptions):
-    """The keys of an `mds` dataset.
-
-    Attributes:
-        columns: names of the columns to serve, such as `tokens`, or `label=class` to serve the
-            column `class` under the name `label`; empty for all.
-    """
-
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse fields that no batch can have."""
-        SchemaOptions.__post_init__(self)
-        renamed(self.columns, "columns")
-
-
-def _num_samples(scan: Arrays) -> int:
-    return len(scan["size"])
-
-
 class MdsFormat:
     """A `Format` that reads each shard once to find the columns of its samples."""
 
     pattern = "*.{mds,mds.zst,mds.zstd}"
     unpacks_gzip = False
-    inspection = Scan(SCAN_VERSION, scan_any, _num_samples, check_any)
+    inspection = Scan(SCAN_VERSION, scan_any, num_samples, check_any)
 
-    def __init__(self, options: MdsOptions) -> None:
+    def __init__(self, options: SchemaOptions) -> None:
         self._options = options
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
-        return assemble_union(
-            self._options,
-            [field for field, _ in renamed(self._options.columns, "columns")],
-            shards,
-            inspected,
-            lambda scan: bytes(scan["columns"]),
-            _num_samples,
-            self._assemble,
-        )
+        return assemble_union(self._options, shards, inspected, "columns", self._assemble)
 
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """The index of shards that have the same columns."""
@@ -377,25 +353,17 @@ class MdsFormat:
         ]
         columns = common_schema(shards, declared, _describe) or []
         names = [column.name for column in columns]
-        wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
-        check_names([field for field, _ in wanted], "columns")
-        if columns:
-            wanted = known_columns(self._options, wanted, names, shards[0].name)
-        full = [scan for scan in inspected if len(scan["size"])]
-        places = [names.index(name) for _, name in wanted] if columns else []
-        nothing = np.empty((0, len(places)), np.int64)
-        specs = [
-            _spec(field, columns[place])
-            for (field, _), place in zip(wanted, places, strict=bool(columns))
-        ]
+        chosen = chosen_columns(self._options, names, shards[0].name) if columns else []
+        places = [place for _, place in chosen]
+        specs = [_spec(field, columns[place]) for field, place in chosen]
         identity = json.dumps([(spec.name, spec.codec, spec.dtype.str) for spec in specs]).encode()
         if are_compressed(shards, ["raw_bytes" in scan for scan in inspected]):
             return compressed_index(shards, inspected, specs, places, identity)
         return SampleTable(
             specs,
             [len(scan["size"]) for scan in inspected],
-            np.concatenate([nothing, *(scan["start"][:, places] for scan in full)]),
-            np.concatenate([nothing, *(scan["size"][:, places] for scan in full)]),
+            joined_columns(inspected, "start", places),
+            joined_columns(inspected, "size", places),
             identity=identity,
         )
 

@@ -20,9 +20,9 @@ from gyre_daemon.datasets.formats.base import (
     Arrays,
     FieldSpec,
     Probe,
-    ProbeRequest,
     ProbeSteps,
     array_of,
+    probe_heads,
 )
 from gyre_daemon.datasets.formats.field_spec import check_names
 from gyre_daemon.datasets.formats.sample_table import StridedIndex, json_of
@@ -131,8 +131,6 @@ def is_shape(shape: Any) -> bool:
 
 # More than any accepted header; `parse_npy_header` needs to see all of it.
 _HEAD_BYTES = 10_240
-# Shards whose heads are requested together and held in memory.
-_SHARDS_PER_REQUEST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,24 +192,13 @@ def _probe(shards: Sequence[Shard]) -> ProbeSteps:
     Raises:
         CorruptSample: a file is no npy file, is cut off, or has rows of another shape.
     """
-    starts: list[int] = []
-    counts: list[int] = []
-    row: list[object] = []
-    for begin in range(0, len(shards), _SHARDS_PER_REQUEST):
-        some = range(begin, min(begin + _SHARDS_PER_REQUEST, len(shards)))
-        response = yield ProbeRequest(some, [0] * len(some), [_HEAD_BYTES] * len(some))
-        assert response is not None
-        for number, head in zip(some, response.pieces, strict=True):
-            shard = shards[number]
-            start, count, found = _read_header(shard, head)
-            row = row or found
-            if found != row:
-                raise _corrupt(
-                    shard,
-                    f"its rows are {_text(found)}, and those of {shards[0].name} {_text(row)}",
-                )
-            starts.append(start)
-            counts.append(count)
+    headers = yield from probe_heads(shards, _HEAD_BYTES, _read_header)
+    starts, counts, rows = zip(*headers, strict=True)
+    row = rows[0]
+    for shard, its in zip(shards, rows, strict=True):
+        if its != row:
+            reason = f"its rows are {_text(its)}, and those of {shards[0].name} {_text(row)}"
+            raise _corrupt(shard, reason)
     return {
         "start": np.array(starts, np.int64),
         "count": np.array(counts, np.int64),
@@ -237,7 +224,7 @@ def _check(arrays: Arrays, shards: Sequence[Shard]) -> None:
         raise ValueError("its rows point outside the shards")
 
 
-def _read_header(shard: Shard, head: bytes) -> tuple[int, int, list[object]]:
+def _read_header(shard: Shard, head: bytes, _file_bytes: int) -> tuple[int, int, list[object]]:
     """Where the rows begin, how many there are, and their dtype and sizes."""
     try:
         header = parse_npy_header(head)

@@ -8,20 +8,21 @@ import io
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import (
     Arrays,
-    DamagedSample,
     SampleIndex,
     Scan,
     corrupt,
+    require_library,
 )
 from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
+    ChunkFormat,
     ChunkIndex,
     Column,
     StoredChunk,
@@ -29,14 +30,8 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
     lacking,
     num_rows,
-    refuse_damaged,
 )
-from gyre_daemon.datasets.formats.schemas import (
-    ColumnOptions,
-    Wanted,
-    require_pyarrow,
-    scan_version,
-)
+from gyre_daemon.datasets.formats.schemas import ColumnOptions, Wanted, scan_version
 from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import PositionedFile, Shard
@@ -56,7 +51,7 @@ _SLACK_BYTES = 128
 _footers: dict[tuple[Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
 
-class ParquetFormat:
+class ParquetFormat(ChunkFormat):
     """A `Format` whose chunks are row groups.
 
     Files are asked for their footers, and for those columns whose lengths or nulls are
@@ -65,6 +60,7 @@ class ParquetFormat:
 
     pattern = "*.{parquet,parq}"
     unpacks_gzip = False
+    noun = "row group"
 
     @staticmethod
     def recognises(head: bytes) -> bool:
@@ -77,127 +73,89 @@ class ParquetFormat:
         Raises:
             ConfigError: pyarrow is not installed.
         """
-        require_pyarrow("parquet")
+        require_library("pyarrow", "the format parquet needs", "arrow")
         self._options, self._columns = options, options.wanted
 
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        return Scan(
-            scan_version("parquet/3", self._columns),
-            RowGroupScan(self._columns),
-            num_rows,
-            check_chunks,
-            seeks=True,
-            ragged=self._options.ragged,
-        )
+        version, run = scan_version("parquet/3", self._columns), partial(_scan, self._columns)
+        ragged = self._options.ragged
+        return Scan(version, run, num_rows, check_chunks, seeks=True, ragged=ragged)
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
-        refuse_damaged(shards, inspected, "row group")
-        return self.assemble_tolerantly(shards, inspected)[0]
-
-    def assemble_tolerantly(
-        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
-    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-        """See `TolerantFormat`: all samples of row groups that cannot be decoded.
-
-        They are found when all row groups are tried.
-        """
+    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `ChunkFormat.index_of`."""
         identity = f"parquet {self._columns.pairs}".encode()
-        decode = RowGroupDecoder(self._columns)
-        index = assemble_union(
+        decode = partial(_decode, self._columns)
+        return assemble_union(
             self._options,
-            [field for field, _ in self._columns.pairs],
             shards,
             inspected,
-            lambda scan: scan["fields"].tobytes(),
-            num_rows,
-            lambda some, scans: ChunkIndex(some, scans, decode, "row group", identity),
+            "fields",
+            lambda some, scans: ChunkIndex(some, scans, decode, self.noun, identity),
         )
-        return index, ()
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroupScan:
-    """Scans a file; the `run` of a `Scan`.
+def _scan(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
+    """The `chunk_arrays` of a file.
 
-    Attributes:
-        wanted: which columns.
+    Raises:
+        CorruptSample: it is damaged; with the row group, if the footer is not.
+        ConfigError: the columns do not fit.
     """
-
-    wanted: Wanted
-
-    def __call__(self, shard: str, file: BinaryIO) -> Arrays:
-        """The `chunk_arrays` of a file.
-
-        Raises:
-            CorruptSample: it is damaged; with the row group, if the footer is not.
-            ConfigError: the columns do not fit.
-        """
+    where = "its footer"
+    try:
+        opened = _open(file)
+        # a table without rows may have columns of unknown types
+        columns = _served(opened.schema_arrow, wanted) if opened.metadata.num_rows else []
+        rows, pieces, found, numbers = [], [], [], []
+        damaged: dict[int, str] = {}
+        shard_bytes = file.seek(0, os.SEEK_END)
+        for number in range(opened.metadata.num_row_groups):
+            group = opened.metadata.row_group(number)
+            if not group.num_rows:
+                continue
+            where = f"row group {number}"
+            rows.append(group.num_rows)
+            numbers.append(number)
+            pieces.append(_pieces(group, columns, shard_bytes))
+            _check_size(columns, group.num_rows)
+            try:
+                found.append(_inspect(opened, number, columns))
+            except (ConfigError, MemoryError):
+                raise
+            except Exception as error:
+                damaged[len(rows) - 1] = f"{error!s:.500}"
+                found.append(lacking([column.spec for column in columns], group.num_rows))
         where = "its footer"
-        try:
-            opened = _open(file)
-            # a table without rows may have columns of unknown types
-            has_rows = opened.metadata.num_rows > 0
-            columns = _served(opened.schema_arrow, self.wanted) if has_rows else []
-            rows, pieces, found, numbers = [], [], [], []
-            damaged: dict[int, str] = {}
-            shard_bytes = file.seek(0, os.SEEK_END)
-            for number in range(opened.metadata.num_row_groups):
-                group = opened.metadata.row_group(number)
-                if not group.num_rows:
-                    continue
-                where = f"row group {number}"
-                rows.append(group.num_rows)
-                numbers.append(number)
-                pieces.append(_pieces(group, columns, shard_bytes))
-                _check_size(columns, group.num_rows)
-                try:
-                    found.append(_inspect(opened, number, columns))
-                except (ConfigError, MemoryError):
-                    raise
-                except Exception as error:
-                    damaged[len(rows) - 1] = f"{error!s:.500}"
-                    found.append(lacking([column.spec for column in columns], group.num_rows))
-            where = "its footer"
-            tail = opened.metadata.serialized_size + _TAIL_BYTES
-            shared = shard_bytes - tail, shard_bytes
-            specs = [column.spec for column in columns]
-            return chunk_arrays(specs, rows, pieces, found, shared, numbers, damaged=damaged)
-        except (CorruptSample, ConfigError):
-            raise
-        except MemoryError as error:
-            raise corrupt(shard, None, f"{where} needs too much memory") from error
-        except Exception as error:
-            raise corrupt(shard, None, f"{where} cannot be read: {error!s:.500}") from error
+        tail = opened.metadata.serialized_size + _TAIL_BYTES
+        shared = shard_bytes - tail, shard_bytes
+        specs = [column.spec for column in columns]
+        return chunk_arrays(specs, rows, pieces, found, shared, numbers, damaged=damaged)
+    except (CorruptSample, ConfigError):
+        raise
+    except MemoryError as error:
+        raise corrupt(shard, None, f"{where} needs too much memory") from error
+    except Exception as error:
+        raise corrupt(shard, None, f"{where} cannot be read: {error!s:.500}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroupDecoder:
-    """Decodes row groups; a `Decode`.
+def _decode(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
+    """The columns of a row group; a `Decode`."""
+    (_, footer), *pieces = chunk.pieces
+    metadata, columns = _footer(wanted, chunk.shard, footer)
+    opened = _open(_Pieces(pieces, chunk.shard_bytes), metadata)
+    return _read(opened, chunk.number, columns)
 
-    Attributes:
-        wanted: which columns.
-    """
 
-    wanted: Wanted
-
-    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
-        """The columns of a row group."""
-        (_, footer), *pieces = chunk.pieces
-        metadata, columns = self._footer(chunk.shard, footer)
-        opened = _open(_Pieces(pieces, chunk.shard_bytes), metadata)
-        return _read(opened, chunk.number, columns)
-
-    def _footer(self, shard: str, footer: memoryview) -> "tuple[Any, list[ServedColumn]]":
-        key = (self.wanted, shard, len(footer), zlib.crc32(footer))
-        if key not in _footers:
-            if len(_footers) >= _MAX_FOOTERS:
-                del _footers[next(iter(_footers))]
-            opened = _open(io.BytesIO(footer))
-            _footers[key] = opened.metadata, _served(opened.schema_arrow, self.wanted)
-        return _footers[key]
+def _footer(wanted: Wanted, shard: str, footer: memoryview) -> "tuple[Any, list[ServedColumn]]":
+    key = (wanted, shard, len(footer), zlib.crc32(footer))
+    if key not in _footers:
+        if len(_footers) >= _MAX_FOOTERS:
+            del _footers[next(iter(_footers))]
+        opened = _open(io.BytesIO(footer))
+        _footers[key] = opened.metadata, _served(opened.schema_arrow, wanted)
+    return _footers[key]
 
 
 class _Pieces(PositionedFile):
@@ -238,6 +196,8 @@ def _read(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[C
     """Some columns of a row group."""
     from gyre_daemon.datasets.formats.arrow_rows import column_of  # noqa: PLC0415
 
+    if not columns:
+        return []
     paths = list(dict.fromkeys(column.path for column in columns))
     table = opened.read_row_group(number, columns=paths, use_threads=False)
     stated = opened.metadata.row_group(number).num_rows
@@ -260,21 +220,11 @@ def _inspect(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> lis
         for column in columns
         if column.spec.ragged or column.is_nested or _may_lack(group, column)
     ]
-    read = (
-        dict(
-            zip(
-                [column.spec.name for column in unknown],
-                _read(opened, number, unknown),
-                strict=True,
-            )
-        )
-        if unknown
-        else {}
-    )
-    for column in unknown:
-        present = read[column.spec.name].present
-        if column.is_file and present is not None:
-            _check_no_paths(opened, number, column, present)
+    read: dict[str, Column] = {}
+    for column, its in zip(unknown, _read(opened, number, unknown), strict=True):
+        read[column.spec.name] = its
+        if column.is_file and its.present is not None:
+            _check_no_paths(opened, number, column, its.present)
     found = [read.get(column.spec.name) for column in columns]
     if sum(each.data.nbytes for each in found if each is not None) > MAX_CHUNK_BYTES:
         raise ValueError(_TOO_LARGE)

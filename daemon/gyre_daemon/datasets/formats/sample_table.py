@@ -145,6 +145,16 @@ def json_of(arrays: Arrays, name: str) -> Any:
 _MAX_JSON_BYTES = 4 << 20
 
 
+def joined_columns(
+    inspected: Sequence[Arrays], name: str, places: Sequence[int]
+) -> npt.NDArray[np.int64]:
+    """Int64 [N, F], an array of all shards with samples, by the places of F columns there."""
+    nothing = np.empty((0, len(places)), np.int64)
+    return np.concatenate(
+        [nothing, *(scan[name][:, places] for scan in inspected if len(scan[name]))]
+    )
+
+
 class SampleTable:
     """A `SampleIndex` that takes 16 bytes for each sample and stored field."""
 

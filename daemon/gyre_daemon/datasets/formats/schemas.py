@@ -5,7 +5,6 @@ different dtypes gets the smallest dtype that holds all of them; a shard without
 default. See `indexes.union_index` for the index of such a dataset.
 """
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,12 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.field_spec import FieldSpec, ragged_fields, renamed
+from gyre_daemon.datasets.formats.field_spec import (
+    FieldSpec,
+    check_names,
+    ragged_fields,
+    renamed,
+)
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -30,17 +34,26 @@ class SchemaOptions:
     Attributes:
         schema: how to treat shards with different columns: `equal` refuses them; `union` serves
             the columns of all.
+        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
+            `class` under the name `label`; empty for all.
         defaults: with `union`, the values for samples of a shard without a column, by the name of
             the field; otherwise zeros, no bytes, or `null` of JSON.
     """
 
     schema: Literal["equal", "union"] = "equal"
+    columns: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse defaults that nothing would use."""
+        """Refuse fields that no batch can have, and defaults that nothing would use."""
         if self.defaults and self.schema == "equal":
             raise ConfigError('`defaults` needs `schema = "union"`')
+        renamed(self.columns, "columns")
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Names of the wanted fields, and of their columns; empty for all columns."""
+        return tuple(renamed(self.columns, "columns"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +76,15 @@ class ColumnOptions(SchemaOptions):
     """The keys of an `arrow` or `parquet` dataset.
 
     Attributes:
-        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
-            `class` under the name `label`; empty for all.
         lengths: of columns of lists whose rows all have this many elements, which then are arrays
             of one shape, also where shards are appended; 0 where they stay ragged.
     """
 
-    columns: tuple[str, ...] = ()
     lengths: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse fields that no batch can have."""
+        """Refuse lengths that are none."""
         SchemaOptions.__post_init__(self)
-        renamed(self.columns, "columns")
         for name, length in self.lengths.items():
             if length < 0:
                 raise ConfigError(f"`lengths` of {name!r:.100} must be at least 0 (got {length})")
@@ -83,27 +92,13 @@ class ColumnOptions(SchemaOptions):
     @property
     def wanted(self) -> Wanted:
         """The chosen columns."""
-        pairs = tuple(renamed(self.columns, "columns"))
         lengths = {name: length for name, length in self.lengths.items() if length}
-        return Wanted(pairs, self.schema == "union", tuple(sorted(lengths.items())))
+        return Wanted(self.pairs, self.schema == "union", tuple(sorted(lengths.items())))
 
     @property
     def ragged(self) -> tuple[str, ...]:
         """See `Scan.ragged`."""
-        return ragged_fields(self.lengths, renamed(self.columns, "columns"))
-
-
-def require_pyarrow(name: str) -> None:
-    """Refuse a format of this name where pyarrow is not installed.
-
-    Raises:
-        ConfigError: names the extra.
-    """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(
-            f"the format {name} needs pyarrow, which is not installed. "
-            'Run pip install "gyre-ml[arrow]".'
-        )
+        return ragged_fields(self.lengths, self.pairs)
 
 
 def scan_version(version: str, wanted: Wanted) -> str:
@@ -113,23 +108,21 @@ def scan_version(version: str, wanted: Wanted) -> str:
     return " ".join([version, *union, *pairs, *(f"{name}:{size}" for name, size in wanted.lengths)])
 
 
-def known_columns(
-    options: SchemaOptions,
-    wanted: Sequence[tuple[str, str]],
-    names: Sequence[str],
-    shard: str,
-) -> list[tuple[str, str]]:
-    """Those of the wanted columns that shards have.
+def chosen_columns(
+    options: SchemaOptions, names: Sequence[str], shard: str
+) -> list[tuple[str, int]]:
+    """The names of the served fields, and the place of the column of each.
 
     Args:
-        options: say whether they may lack some.
-        wanted: names of fields, and of their columns.
+        options: say which are wanted, and whether shards may lack some.
         names: of the columns of the shards.
         shard: the name of one of them.
 
     Raises:
-        ConfigError: they lack one, or all.
+        ConfigError: they lack one, or all, or no batch can have such a field.
     """
+    wanted = options.pairs or tuple((name, name) for name in names)
+    check_names([name for name, _ in wanted], "columns")
     known = [pair for pair in wanted if pair[1] in names]
     lacking = [name for _, name in wanted if name not in names]
     if not known or (lacking and options.schema == "equal"):
@@ -139,7 +132,7 @@ def known_columns(
             else f"shard {shard} has none of the columns that are served; it has "
             f"{', '.join(names):.1000}"
         )
-    return known
+    return [(field, names.index(name)) for field, name in known]
 
 
 def common_schema(

@@ -64,15 +64,14 @@ class TarReader:
     """The members of an archive and where their bytes are, in one pass and bounded memory."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Read the first header. The reader seeks if the file can.
+        """Read the first header.
 
         Raises:
             ValueError: it is no archive.
         """
-        passed = file if file.seekable() else io.BufferedReader(_Forward(file), _READ_BYTES)
         with _damage_is_a_value_error():
             self._archive = tarfile.open(  # noqa: SIM115
-                fileobj=passed, mode="r:", tarinfo=_StrictHeader
+                fileobj=file, mode="r:", tarinfo=_StrictHeader
             )
 
     def __iter__(self) -> Iterator[tarfile.TarInfo]:
@@ -101,40 +100,6 @@ class TarReader:
         # The archive would keep every header that it has seen: gigabytes for a large shard.
         self._archive.members = []  # type: ignore[attr-defined]
         return member
-
-
-class _Forward(io.RawIOBase):
-    """A file that cannot seek: skipped bytes are read and dropped."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._position = file.tell()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        target = offset + (self._position if whence == io.SEEK_CUR else 0)
-        while self._position < target:
-            skipped = len(self._file.read(min(target - self._position, _READ_BYTES)))
-            if not skipped:
-                break
-            self._position += skipped
-        if whence == io.SEEK_END or self._position > target:
-            raise tarfile.StreamError("it is read once, from its beginning to its end")
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
 
 
 class MemberReader:
@@ -297,9 +262,8 @@ def scan_tar(shard: str, file: BinaryIO) -> Arrays:
         for member in archive:
             builder.add(member, archive)
     except ValueError as error:
-        offset = file.tell()
-        if file.seekable():  # it may have been told to go on behind the end
-            offset = min(offset, file.seek(0, io.SEEK_END))
+        # it may have been told to go on behind the end
+        offset = min(file.tell(), file.seek(0, io.SEEK_END))
         reason = f"it is no sound tar archive: {error}"
         if _is_gzip(file):
             reason = f"it is no sound tar archive: it is compressed; call it {shard}.gz"
@@ -493,9 +457,6 @@ class _IndexBuilder:
 
 
 def _is_gzip(file: BinaryIO) -> bool:
-    """Whether the file is gzip, as far as it can be read again."""
-    if not file.seekable():
-        return False
     file.seek(0)
     return file.read(2) == _GZIP
 

@@ -22,9 +22,11 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     array_of,
     corrupt,
+    require_library,
 )
+from gyre_daemon.datasets.formats.chunk_index import num_samples
 from gyre_daemon.datasets.formats.sample_table import SampleTable, check_extents
-from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 
 _HEAD = struct.Struct("<QI")
@@ -56,18 +58,13 @@ class TfrecordFormat:
         Raises:
             ConfigError: google-crc32c is not installed.
         """
-        try:
-            import google_crc32c  # noqa: F401, PLC0415  # only this format needs it
-        except ImportError as error:
-            raise ConfigError(
-                "the format tfrecord needs google-crc32c, which is not installed. "
-                'Run pip install "gyre-ml[records]".'
-            ) from error
+        reader = "the format tfrecord needs"
+        require_library("google_crc32c", reader, "records", "google-crc32c")
 
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        return Scan("tfrecord/2", scan_records, lambda scan: len(scan["size"]), _check)
+        return Scan("tfrecord/2", scan_records, num_samples, _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """See `Format.assemble`."""

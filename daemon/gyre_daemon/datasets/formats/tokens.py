@@ -31,6 +31,7 @@ from gyre_daemon.datasets.formats.base import (
     ProbeSteps,
     SampleIndex,
     array_of,
+    probe_heads,
 )
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
 from gyre_daemon.datasets.formats.sample_table import SampleTable, StridedIndex
@@ -101,7 +102,7 @@ class TokenHeader(NamedTuple):
     hints: int
 
 
-def read_head(shard: Shard, head: bytes) -> TokenHeader:
+def read_head(shard: Shard, head: bytes, _file_bytes: int = 0) -> TokenHeader:
     """The header in the first `HEAD_BYTES` of a shard.
 
     Raises:
@@ -361,9 +362,6 @@ def read_documents(
 
 PROBE_VERSION = "tokens-headers/1"
 _SUFFIX = ".bin"
-# Shards whose heads are requested together and held in memory: 4 MiB. More would gain nothing,
-# since the storage has far fewer requests in flight.
-_MAX_SHARDS_PER_REQUEST = 1024
 
 
 def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
@@ -372,11 +370,7 @@ def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
     Raises:
         CorruptSample: a shard is no file of token ids, or contradicts its header.
     """
-    headers: list[TokenHeader] = []
-    for some in runs(shards):
-        request = ProbeRequest(some, [0] * len(some), [HEAD_BYTES] * len(some))
-        heads = required((yield request)).pieces
-        headers += [read_head(shards[shard], head) for shard, head in zip(some, heads, strict=True)]
+    headers = yield from probe_heads(shards, HEAD_BYTES, read_head)
     if not any(header.kind for header in headers) and shards[0].name.endswith(_SUFFIX):
         first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], INDEX_SUFFIX, is_optional=True)
         if first and first.pieces[0].startswith(OLD_IDX_MAGIC):
@@ -387,9 +381,7 @@ def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
                 f"preprocess_data.py, or serve all ids back to back: {HEADER_BYTES_HINT}",
             )
         if first and first.pieces[0].startswith(IDX_MAGIC):
-            headers = []
-            for some in runs(shards):
-                headers += yield from _probe_megatron(shards, some)
+            headers = yield from _probe_megatron(shards)
     return _to_arrays(headers)
 
 
@@ -431,57 +423,18 @@ def _to_arrays(headers: Sequence[TokenHeader]) -> Arrays:
     }
 
 
-def probe_megatron_heads(
-    shards: Sequence[Shard], some: range
-) -> Generator[ProbeRequest, ProbeResponse | None, list[MegatronIndex]]:
-    """Read the heads of the indexes next to some shards.
-
-    Raises:
-        CorruptSample: see `read_megatron_head`.
-    """
-    request = ProbeRequest(some, [0] * len(some), [IDX_HEAD_BYTES] * len(some), INDEX_SUFFIX)
-    heads = required((yield request))
-    return [
-        read_megatron_head(shards[shard], head, file_bytes)
-        for shard, head, file_bytes in zip(some, heads.pieces, heads.file_bytes, strict=True)
-    ]
-
-
 def _probe_megatron(
-    shards: Sequence[Shard], some: range
+    shards: Sequence[Shard],
 ) -> Generator[ProbeRequest, ProbeResponse | None, list[TokenHeader]]:
     """Read the heads of the indexes first, then the entries of their last sequences."""
-    indexes = yield from probe_megatron_heads(shards, some)
-    twice = [shard for shard in some for _ in range(2)]
+    indexes = yield from probe_heads(shards, IDX_HEAD_BYTES, read_megatron_head, INDEX_SUFFIX)
     ranges = [each for index in indexes for each in index.last_entries]
-    entries = required(
-        (
-            yield ProbeRequest(
-                twice,
-                [each.start for each in ranges],
-                [each.stop for each in ranges],
-                INDEX_SUFFIX,
-            )
-        )
-    ).pieces
-    return [
-        megatron_header(shards[shard], index, length, begin)
-        for shard, index, length, begin in zip(
-            some, indexes, entries[::2], entries[1::2], strict=True
-        )
-    ]
-
-
-def runs(shards: Sequence[Shard]) -> list[range]:
-    """Shards to ask for together."""
-    step = _MAX_SHARDS_PER_REQUEST
-    return [range(begin, min(begin + step, len(shards))) for begin in range(0, len(shards), step)]
-
-
-def required(response: ProbeResponse | None) -> ProbeResponse:
-    """A response to a required request."""
+    starts, stops = [each.start for each in ranges], [each.stop for each in ranges]
+    twice = [shard for shard in range(len(shards)) for _ in range(2)]
+    response = yield ProbeRequest(twice, starts, stops, INDEX_SUFFIX)
     assert response is not None
-    return response
+    entries = response.pieces
+    return list(map(megatron_header, shards, indexes, entries[::2], entries[1::2]))
 
 
 DOCUMENTS_VERSION = "tokens-documents/1"
@@ -500,18 +453,15 @@ def probe_documents(shards: Sequence[Shard]) -> ProbeSteps:
             f"`samples` is documents, and shard {shards[0].name} has no Megatron index (.idx) "
             "next to it; serve windows, with `sequence_length`"
         )
-    dtypes: list[str] = []
+    indexes = yield from probe_heads(shards, IDX_HEAD_BYTES, read_megatron_head, INDEX_SUFFIX)
     places: list[npt.NDArray[np.int64]] = []
-    for some in runs(shards):
-        indexes = yield from probe_megatron_heads(shards, some)
-        for number, index in zip(some, indexes, strict=True):
-            starts, stops = zip(*((each.start, each.stop) for each in index.tables), strict=True)
-            request = ProbeRequest([number] * len(starts), starts, stops, INDEX_SUFFIX)
-            tables = required((yield request)).pieces
-            dtypes.append(index.dtype)
-            places.append(read_documents(shards[number], index, tables))
+    for number, index in enumerate(indexes):
+        starts, stops = zip(*((each.start, each.stop) for each in index.tables), strict=True)
+        response = yield ProbeRequest([number] * len(starts), starts, stops, INDEX_SUFFIX)
+        assert response is not None
+        places.append(read_documents(shards[number], index, response.pieces))
     return {
-        "dtype": np.array(dtypes, np.str_),
+        "dtype": np.array([index.dtype for index in indexes], np.str_),
         "num_documents": np.array([len(each) - 1 for each in places], np.int64),
         "start": np.concatenate([each[:-1] for each in places]),
         "size": np.concatenate([np.diff(each) for each in places]),

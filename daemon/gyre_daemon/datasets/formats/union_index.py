@@ -31,7 +31,7 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of
+from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of, num_samples
 from gyre_daemon.datasets.formats.sample_table import RaggedBounds, located_bounds
 from gyre_daemon.datasets.formats.schemas import (
     Schema,
@@ -96,22 +96,18 @@ class IndexedField:
 
 def assemble_union(
     options: SchemaOptions,
-    order: Sequence[str],
     shards: Sequence[Shard],
     inspected: Sequence[Arrays],
-    schema_of: Callable[[Arrays], bytes],
-    num_samples: Callable[[Arrays], int],
+    schema: str,
     assemble: Callable[[Sequence[Shard], Sequence[Arrays]], SampleIndex],
 ) -> SampleIndex:
     """The index of shards that may have different schemas.
 
     Args:
-        options: say whether they may.
-        order: names of the wanted fields; empty for all, as the shards have them.
+        options: say whether they may, and which columns are wanted.
         shards: of the dataset.
         inspected: of each.
-        schema_of: takes a shard's inspection and returns its schema.
-        num_samples: the same, and how many samples it has.
+        schema: the name of the array with a shard's schema.
         assemble: makes the index of shards with one schema.
 
     Raises:
@@ -122,7 +118,7 @@ def assemble_union(
     numbers: dict[bytes, list[int]] = {}
     for number, scan in enumerate(inspected):
         if num_samples(scan):
-            numbers.setdefault(schema_of(scan), []).append(number)
+            numbers.setdefault(scan[schema].tobytes(), []).append(number)
     parts = []
     for its in numbers.values():
         scans = [inspected[number] for number in its]
@@ -134,6 +130,7 @@ def assemble_union(
         [shards[part.shards[0]] for part in parts],
         [chunks_of(part.index) is not None for part in parts],
     )
+    order = [name for name, _ in options.pairs]
     stored, indexed = _fields_of(shards, parts, order, options.defaults)
     found = [_in_parts(spec, parts, options.defaults) for spec in indexed]
     return UnionIndex(parts, stored, found, _digest(parts, stored, found), len(shards))

@@ -5,12 +5,13 @@ seekable format, are between them or at the end.
 """
 
 import contextlib
+import importlib
 import io
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from gyre_daemon.errors import ConfigError
+from gyre_daemon.datasets.formats.base import require_library
 
 # Compressed bytes for the decoder at once: they may become 16,000 times as many.
 _PIECE_BYTES = 64 << 10
@@ -107,14 +108,8 @@ def decompress(pieces: Sequence[tuple[int, memoryview]]) -> bytes:
 
 
 def _library() -> Any:
-    try:
-        import zstandard  # noqa: PLC0415  # only such files need it
-    except ImportError as error:
-        raise ConfigError(
-            "files compressed with zstd need zstandard, which is not installed. "
-            'Run pip install "gyre-ml[records]".'
-        ) from error
-    return zstandard
+    require_library("zstandard", "files compressed with zstd need", "records")
+    return importlib.import_module("zstandard")
 
 
 class _Reader:
