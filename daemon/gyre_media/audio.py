@@ -55,17 +55,13 @@ class DecodeAudio(OfField):
     """
 
     version: ClassVar[int] = 3  # 2 read past the lengths of headers
+    is_random: ClassVar[bool] = False
 
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
     to: str = "audio"
     channels: Annotated[int, Meta(ge=1, le=64)] = 1
     max_seconds: Annotated[float, Meta(gt=0, le=24 * 3600)] = 600
     quality: Literal["QQ", "LQ", "MQ", "HQ", "VHQ"] = "HQ"
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -134,7 +130,7 @@ class DecodeAudio(OfField):
 
 
 def _check_size(data: memoryview) -> None:
-    """Refuse a file that is shorter than its header says."""
+    """Refuse a file shorter than its header says."""
     form = _SIZES.get(bytes(data[:4]))
     if form and len(data) >= 8:
         size = struct.unpack_from(form, data, 4)[0] + 8
@@ -165,6 +161,8 @@ class LogMel(Transform):
         floor: lesser values count as this.
     """
 
+    is_random: ClassVar[bool] = False
+
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
     field: str = "audio"
     mels: _Count = 80
@@ -186,11 +184,6 @@ class LogMel(Transform):
     def inputs(self) -> Sequence[str]:
         """See `Transform.inputs`."""
         return [self.field]
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""

@@ -230,6 +230,7 @@ class DecodeBoxes(Transform):
     outside: Literal["refuse", "clip"] = "refuse"
 
     cost: ClassVar[Cost] = "light"
+    is_random: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse names that stand for two fields, or for none."""
@@ -244,18 +245,13 @@ class DecodeBoxes(Transform):
         """See `Transform.inputs`."""
         return [self.field, self.image]
 
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
-
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         if not fields[self.image].is_whole:
             raise ValueError(
-                f"boxes are places in the file of an image, and {self.image!r:.100} is no longer "
-                "what its file has. Put decode_boxes behind decode_image, which must have no "
-                "min_size, and before what cuts, resizes or mirrors."
+                f"boxes are places in the file of an image, and {self.image!r:.100} has "
+                "changed since. Put decode_boxes behind decode_image, which must have no min_size, "
+                "and before transforms that cut, resize or mirror."
             )
         stored = fields[self.field]
         if _is_json(stored):
@@ -396,6 +392,7 @@ class SanitizeBoxes(Transform):
     count: str = "num_boxes"
 
     cost: ClassVar[Cost] = "light"
+    is_random: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse a name that stands for two fields."""
@@ -408,16 +405,11 @@ class SanitizeBoxes(Transform):
         """See `Transform.inputs`."""
         return [self.boxes, *self.fields, *([self.image] if self.normalized else [])]
 
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
-
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         check_boxes(self.boxes, fields[self.boxes])
         if self.normalized and len(fields[self.image].shape) != 3:
-            raise ValueError(f"{self.image!r:.100} is no image; put it before what lays it out")
+            raise ValueError(f"{self.image!r:.100} is no image; put this before the layout changes")
         length = self.max_boxes or fields[self.boxes].shape[0]
         made = {
             self.boxes: Field(

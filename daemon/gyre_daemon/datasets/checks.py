@@ -177,7 +177,7 @@ class SampleChecker:
 
         Args:
             sidecars: any kind; damage is kept in the same folders.
-            processes: of which some are used.
+            processes: some of them are used.
         """
         self._sidecars = sidecars.sibling(DAMAGE_SUFFIX)
         self._processes = processes

@@ -236,7 +236,7 @@ def _histogram(field: str, lengths: Int64Array) -> LengthHistogram:
 
 
 def _bounds(least: int, greatest: int) -> list[int]:
-    """Whole numbers, at most 21, of which the last is beyond the greatest length."""
+    """Whole numbers, at most 21; the last is beyond the greatest length."""
     if greatest > _MIN_RATIO_OF_LOGARITHMIC * max(least, 1):
         bounds = np.geomspace(max(least, 1), greatest + 1, _MAX_BINS + 1)
         bounds[0] = least

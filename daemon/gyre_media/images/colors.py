@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -15,7 +15,7 @@ from gyre_daemon.transforms.messages import dtype_of
 from gyre_daemon.transforms.transform import Field, Sample
 from msgspec import Meta
 
-from gyre_media.images.geometry import Positive, Probability
+from gyre_media.images.geometry import Positive, Probability, check_rising, random_sides
 from gyre_media.images.pixels import (
     ImageTransform,
     Pixels,
@@ -45,6 +45,8 @@ class ColorJitter(ImageTransform):
         field: the image.
     """
 
+    is_random: ClassVar[bool] = True
+
     brightness: _Factor = 0.0
     contrast: _Factor = 0.0
     saturation: _Factor = 0.0
@@ -57,11 +59,6 @@ class ColorJitter(ImageTransform):
         if check_image(self.field, fields[self.field]) != 3:
             raise ValueError(f"{self.field!r:.100} is gray; colour jitter needs colours")
         return {self.field: fields[self.field]}
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -255,12 +252,9 @@ class _Sometimes(ImageTransform):
         p: the probability that an image is changed.
     """
 
-    p: float
+    is_random: ClassVar[bool] = True
 
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
+    p: float
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -318,8 +312,7 @@ class GaussianBlur(_Sometimes):
         """Reject kernels without a middle, and empty ranges."""
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size is {self.kernel_size}; it must be odd")
-        if self.sigma[0] > self.sigma[1]:
-            raise ValueError(f"sigma goes from {self.sigma[0]} to {self.sigma[1]}, which is less")
+        check_rising("sigma", self.sigma)
 
     def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
         """See `_Sometimes.changed`."""
@@ -358,9 +351,6 @@ class RandomSolarize(_Sometimes):
         return np.asarray(cv2.LUT(image, table), np.uint8).reshape(image.shape)
 
 
-_MAX_TRIES = 10  # torchvision's
-
-
 @dataclass(frozen=True)
 class RandomErasing(ImageTransform):
     """Fills a random rectangle of some images; mostly the last step, behind `normalize`.
@@ -376,6 +366,8 @@ class RandomErasing(ImageTransform):
         field: the image.
     """
 
+    is_random: ClassVar[bool] = True
+
     p: Probability = 0.5
     scale: tuple[Positive, Positive] = (0.02, 0.33)
     ratio: tuple[Positive, Positive] = (0.3, 3.3)
@@ -385,17 +377,10 @@ class RandomErasing(ImageTransform):
 
     def __post_init__(self) -> None:
         """Reject empty ranges."""
-        for name in ("scale", "ratio"):
-            least, greatest = getattr(self, name)
-            if least > greatest:
-                raise ValueError(f"{name} goes from {least} to {greatest}, which is less")
+        check_rising("scale", self.scale)
+        check_rising("ratio", self.ratio)
         if self.scale[1] > 1:
             raise ValueError(f"scale goes up to {self.scale[1]}, which is more than the image")
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -430,13 +415,7 @@ class RandomErasing(ImageTransform):
         self, height: int, width: int, rng: np.random.Generator
     ) -> tuple[int, int, int, int] | None:
         """Top, left, height and width of a random rectangle, as torchvision finds one."""
-        area, (least, greatest) = height * width, self.ratio
-        logarithms = math.log(least), math.log(greatest)
-        for _ in range(_MAX_TRIES):
-            wanted = area * rng.uniform(*self.scale)
-            ratio = math.exp(rng.uniform(*logarithms))
-            its_height = round(math.sqrt(wanted * ratio))
-            its_width = round(math.sqrt(wanted / ratio))
+        for its_height, its_width in random_sides(height * width, self.scale, self.ratio, rng):
             if its_height < height and its_width < width:
                 top = int(rng.integers(height - its_height + 1))
                 left = int(rng.integers(width - its_width + 1))

@@ -53,6 +53,7 @@ class DecodeImage(OfField):
     """
 
     version: ClassVar[int] = 2  # 1 made white of nearly all levels of 16 bits
+    is_random: ClassVar[bool] = False
 
     to: str = "image"
     colors: Literal["rgb", "gray", "index"] = "rgb"
@@ -64,11 +65,6 @@ class DecodeImage(OfField):
         """Refuse to mix numbers of a palette."""
         if self.min_size and self.colors == "index":
             raise ValueError("min_size would mix the numbers of `index`; leave one of both out")
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""

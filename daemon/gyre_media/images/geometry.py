@@ -1,7 +1,7 @@
 """Transforms that cut, resize, mirror and warp images, with their masks and boxes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -92,6 +92,7 @@ class RandomResizedCrop(_Crop):
     """
 
     version: ClassVar[int] = 2  # 1 was resized by Pillow
+    is_random: ClassVar[bool] = True
 
     size: Size
     field: str = "image"
@@ -105,15 +106,8 @@ class RandomResizedCrop(_Crop):
     def __post_init__(self) -> None:
         """Reject invalid sizes and empty ranges."""
         super().__post_init__()
-        for name in ("scale", "ratio"):
-            least, greatest = getattr(self, name)
-            if least > greatest:
-                raise ValueError(f"{name} goes from {least} to {greatest}, which is less")
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
+        check_rising("scale", self.scale)
+        check_rising("ratio", self.ratio)
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -135,25 +129,46 @@ class RandomResizedCrop(_Crop):
 
         Where ten rectangles do not fit, it is in the middle, as large as its ratio allows.
         """
-        area, (least, greatest) = height * width, self.ratio
-        logarithms = math.log(least), math.log(greatest)
-        for _ in range(_MAX_TRIES):
-            wanted = area * rng.uniform(*self.scale)
-            ratio = math.exp(rng.uniform(*logarithms))
-            its_width, its_height = (
-                round(math.sqrt(wanted * ratio)),
-                round(math.sqrt(wanted / ratio)),
-            )
+        for its_width, its_height in random_sides(height * width, self.scale, self.ratio, rng):
             if 0 < its_width <= width and 0 < its_height <= height:
                 top = int(rng.integers(height - its_height + 1))
                 left = int(rng.integers(width - its_width + 1))
                 return top, left, its_height, its_width
-        its_height, its_width = height, width
+        (least, greatest), its_height, its_width = self.ratio, height, width
         if width / height < least:
             its_height = round(width / least)
         elif width / height > greatest:
             its_width = round(height * greatest)
         return (height - its_height) // 2, (width - its_width) // 2, its_height, its_width
+
+
+def check_rising(name: str, bounds: tuple[float, float]) -> None:
+    """Reject an empty range.
+
+    Raises:
+        ValueError: with the name of the option.
+    """
+    least, greatest = bounds
+    if not least <= greatest:
+        raise ValueError(f"{name} goes from {least} to {greatest}, which is less")
+
+
+def random_sides(
+    area: int, scale: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
+) -> Iterator[tuple[int, int]]:
+    """The two sides of ten random rectangles; the first is `ratio` times the second.
+
+    Args:
+        area: of the image, in pixels.
+        scale: the least and the greatest area of a rectangle, as a fraction of it.
+        ratio: the least and the greatest one.
+        rng: draws each rectangle when it is asked for.
+    """
+    logarithms = math.log(ratio[0]), math.log(ratio[1])
+    for _ in range(_MAX_TRIES):
+        wanted = area * rng.uniform(*scale)
+        its_ratio = math.exp(rng.uniform(*logarithms))
+        yield round(math.sqrt(wanted * its_ratio)), round(math.sqrt(wanted / its_ratio))
 
 
 @dataclass(frozen=True)
@@ -262,6 +277,8 @@ class RandomCrop(_Crop):
         mask_fill: the level of pixels that masks get in place of `fill`.
     """
 
+    is_random: ClassVar[bool] = True
+
     size: Size
     padding: Annotated[int, Meta(ge=0, le=4096)] = 0
     pad_if_needed: bool = False
@@ -271,11 +288,6 @@ class RandomCrop(_Crop):
     masks: tuple[str, ...] = ()
     mask_fill: Annotated[int, Meta(ge=0, le=255)] = 0
     boxes: tuple[str, ...] = ()
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -342,11 +354,7 @@ class HorizontalFlip(AnnotatedTransform):
     boxes: tuple[str, ...] = ()
 
     _axis: ClassVar[int] = 1  # as OpenCV numbers them
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
+    is_random: ClassVar[bool] = True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -402,14 +410,11 @@ class _Warp(AnnotatedTransform):
         mask_fill: the same of masks.
     """
 
+    is_random: ClassVar[bool] = True
+
     interpolation: Interpolation
     fill: int
     mask_fill: int
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
 
     def warp(self, matrix: Matrix, sample: Sample, out: Sample) -> None:
         """Store the image, its masks and its boxes, moved by a matrix."""
@@ -453,13 +458,11 @@ class RandomAffine(_Warp):
 
     def __post_init__(self) -> None:
         """Reject empty ranges."""
-        ranges = {"degrees": _range(self.degrees), "scale": self.scale}
         for name, each in zip(("shear", "shear of columns"), self._shears, strict=True):
             if not -90 < each[0] <= each[1] < 90:
                 raise ValueError(f"{name} is {each}; angles must be between -90 and 90, in order")
-        for name, (least, greatest) in ranges.items():
-            if not least <= greatest:
-                raise ValueError(f"{name} goes from {least} to {greatest}, which is less")
+        check_rising("degrees", _range(self.degrees))
+        check_rising("scale", self.scale)
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

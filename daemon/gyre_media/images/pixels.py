@@ -16,7 +16,7 @@ can, and leave the fourth byte out by `contiguous`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -59,17 +59,14 @@ class ImageTransform(Transform):
         field: the image.
     """
 
+    is_random: ClassVar[bool] = False
+
     field: str
 
     @property
     def inputs(self) -> Sequence[str]:
         """See `Transform.inputs`."""
         return [self.field]
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -199,10 +196,7 @@ def _strided(image: Pixels, shape: tuple[int, ...]) -> Pixels:
 class MovesAlone(ImageTransform):
     """A transform that moves the pixels of an image at random and can take nothing along."""
 
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
+    is_random: ClassVar[bool] = True
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""

@@ -147,7 +147,7 @@ def require_library(module: str, reader: str, extra: str, package: str = "") -> 
 
 
 def corrupt(shard: str, offset: int | None, reason: str, **facts: str) -> CorruptSample:
-    """The error for a shard that cannot be served, at a byte if that is known."""
+    """The error for a damaged shard, at a byte if that is known."""
     where = "" if offset is None else f" at byte {offset}"
     place: dict[str, str | int] = {} if offset is None else {"offset": offset}
     return CorruptSample(

@@ -1,4 +1,4 @@
-"""Rows of chunks: the scan of a shard that has them, and the index of a dataset. Pure.
+"""Rows of chunks: the scan of a shard with chunks, and the index of a dataset. Pure.
 
 [Note: Rows of chunks]
 
@@ -276,9 +276,9 @@ def refuse_damaged(shards: Sequence[Shard], inspected: Sequence[Arrays], noun: s
 
 
 class ChunkFormat(ABC):
-    """A `Format` whose samples are rows of chunks, of which some may be damaged.
+    """A `Format` whose samples are rows of chunks.
 
-    Damage is found when all chunks are tried; then all samples of a damaged chunk are.
+    All samples of a damaged chunk are damaged. It is found when all chunks are decoded.
 
     Attributes:
         noun: the format's name for a chunk.

@@ -1,4 +1,4 @@
-"""Indexes of samples that are ranges of shards: of any size, or at regular distances.
+"""Indexes of samples as ranges of shards: of any size, or at regular distances.
 
 Also checks of arrays that were stored and may be forged: could an inspection have found them? Pure.
 """

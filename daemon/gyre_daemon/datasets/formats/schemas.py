@@ -83,7 +83,7 @@ class ColumnOptions(SchemaOptions):
     lengths: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse lengths that are none."""
+        """Refuse negative lengths."""
         SchemaOptions.__post_init__(self)
         for name, length in self.lengths.items():
             if length < 0:
@@ -129,8 +129,7 @@ def chosen_columns(
         raise ConfigError(
             f"there is no column {lacking[0]!r:.100}; the files have {', '.join(names):.1000}"
             if options.schema == "equal"
-            else f"shard {shard} has none of the columns that are served; it has "
-            f"{', '.join(names):.1000}"
+            else f"shard {shard} has none of the served columns; it has {', '.join(names):.1000}"
         )
     return [(field, names.index(name)) for field, name in known]
 

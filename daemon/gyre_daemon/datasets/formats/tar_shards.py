@@ -339,7 +339,7 @@ class _IndexBuilder:
         sizes.append(member.size)
 
     def _check_kind(self, member: tarfile.TarInfo) -> None:
-        """Refuse a member of a sample that is no file: it would be lost."""
+        """Refuse a link, pipe or device among the members of a sample: it would be lost."""
         if member.type in _NO_MEMBER:
             return
         name = _printable(member.name)

@@ -41,8 +41,8 @@ from gyre_daemon.storage.shard import Shard
 HEAD_BYTES = 4096
 DTYPES = ("uint8", "uint16", "int16", "int32", "int64", "uint32", "uint64")
 HEADER_BYTES_HINT = (
-    "if these really are ids, say where they begin with `header_bytes` (0 for the first byte) and "
-    "what their `dtype` is"
+    "if these really are ids, say where they begin with `header_bytes` (0 for the first byte), and "
+    "name their `dtype`"
 )
 
 # Bits of `TokenHeader.hints`: the look of the head of a file without a header.

@@ -113,7 +113,7 @@ def _library() -> Any:
 
 
 class _Reader:
-    """A file that is read once and takes back some bytes.
+    """A file to read once, which takes back some bytes.
 
     Attributes:
         offset: of the next byte.
