@@ -20,8 +20,6 @@ from gyre_media.images.pixels import (
     ImageTransform,
     Pixels,
     check_image,
-    contiguous,
-    whole,
 )
 
 _Factor = Annotated[float, Meta(ge=0, le=100)]
@@ -65,7 +63,7 @@ class ColorJitter(ImageTransform):
         if self.p < 1 and rng.random() >= self.p:
             self.put(self.field, sample[self.field], sample, out)
             return
-        image: Pixels = contiguous(sample[self.field])
+        image: Pixels = np.ascontiguousarray(sample[self.field])
         order, factors = self.draw(rng)
         for name in order:
             if getattr(self, name):
@@ -156,9 +154,7 @@ class ToChw(ImageTransform):
         if into is None or image.shape[2] != 3:
             self.put(self.field, image.transpose(2, 0, 1), sample, out)
             return
-        pixels = whole(image)
-        unused = [np.empty(image.shape[:2], np.uint8)] * (pixels.shape[2] - 3)
-        cv2.split(pixels, [*into, *unused])
+        cv2.split(image, [*into])
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ class Flatten(ImageTransform):
         """See `Transform.apply`."""
         array: npt.NDArray[Any] = sample[self.field]
         self.put(self._shape, np.array(array.shape, np.int32), sample, out)
-        self.put(self.field, contiguous(array).reshape(-1), sample, out)
+        self.put(self.field, np.ascontiguousarray(array).reshape(-1), sample, out)
 
     @property
     def _shape(self) -> str:
@@ -260,7 +256,7 @@ class _Sometimes(ImageTransform):
         """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         if rng.random() < self.p:
-            image = self.changed(contiguous(image), rng)
+            image = self.changed(np.ascontiguousarray(image), rng)
         self.put(self.field, image, sample, out)
 
     @abstractmethod

@@ -116,7 +116,7 @@ class DecodeImage(OfField):
                 return None
             if factor > 1:
                 height, width = -(-height // factor), -(-width // factor)
-            channels, colors = (4, "RGBX") if self.colors == "rgb" else (1, "GRAY")
+            channels, colors = (3, "RGB") if self.colors == "rgb" else (1, "GRAY")
             pixels: Pixels = simplejpeg.decode_jpeg(
                 data,
                 colors,
@@ -131,7 +131,7 @@ class DecodeImage(OfField):
             raise
         except ValueError:
             return None
-        return pixels[:, :, :3]
+        return pixels
 
     def _factor(self, height: int, width: int) -> int:
         """By how much a JPEG file is decoded smaller."""

@@ -19,7 +19,6 @@ from gyre_media.images.pixels import (
     check_image,
     resized,
     to_pillow,
-    whole,
 )
 
 Size = int | tuple[int, int]  # with bounds, msgspec 0.22 crashes on this union
@@ -369,9 +368,8 @@ class HorizontalFlip(AnnotatedTransform):
         return shifted(width, 0) @ scaled(-1, 1)
 
     def _mirrored(self, image: Pixels) -> Pixels:
-        pixels = whole(image)
-        flipped: Pixels = cv2.flip(pixels, self._axis).reshape(pixels.shape)  # type: ignore[assignment]
-        return flipped[:, :, : image.shape[2]]
+        flipped: Pixels = cv2.flip(image, self._axis).reshape(image.shape)  # type: ignore[assignment]
+        return flipped
 
 
 @dataclass(frozen=True)

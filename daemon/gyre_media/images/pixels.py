@@ -6,17 +6,12 @@ Pillow's time, and by Pillow for `bicubic`. A bilinear pixel is within 1 of the 
 of Pillow and of torch are, and so within 2 of theirs. A bicubic one is Pillow's, and within 2 of
 the exact one. Without, OpenCV interpolates, and images that become smaller get jagged edges.
 A rectangle of an image that was decoded smaller begins and ends within pixels: `resized_part`.
-
-[Note: The unused byte] A JPEG file is decoded with four bytes for each pixel, and its image is a
-view of three of them. NumPy copies such a view one pixel after the other: 0.38 ms for 224 pixels
-square, where OpenCV takes 0.01 ms for all four bytes. So transforms take `whole` pixels where they
-can, and leave the fourth byte out by `contiguous`.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -41,10 +36,9 @@ Interpolation = Literal["nearest", "bilinear", "bicubic"]
 cv2.setNumThreads(0)  # there is one process for each core
 
 RESIZER = Resizer()
-# The fourth byte of a pixel is unused, and no opacity.
 _CONVOLUTION = ResizeAlg.convolution(FilterType.bilinear)
-_BILINEAR = ResizeOptions(_CONVOLUTION, use_alpha=False)
-_PIXEL_TYPES = {1: PixelType.U8, 3: PixelType.U8x3, 4: PixelType.U8x4}
+_BILINEAR = ResizeOptions(_CONVOLUTION)
+_PIXEL_TYPES = {1: PixelType.U8, 3: PixelType.U8x3}
 _OPENCV = {
     "nearest": cv2.INTER_NEAREST_EXACT,
     "bilinear": cv2.INTER_LINEAR,
@@ -73,15 +67,6 @@ class ImageTransform(Transform):
         check_image(self.field, fields[self.field])
         return {self.field: fields[self.field]}
 
-    @staticmethod
-    def put(name: str, value: npt.NDArray[Any], sample: Sample, out: Sample) -> None:
-        """See `Transform.put`."""
-        into = out.get(name)
-        if into is not None and into.shape == value.shape and _has_unused_byte(value):
-            cv2.cvtColor(whole(value), cv2.COLOR_RGBA2RGB, dst=into)
-        else:
-            Transform.put(name, value, sample, out)
-
 
 def check_image(name: str, field: Field) -> int:
     """The number of channels of a field that must be an image.
@@ -104,14 +89,12 @@ def resized(
     """An image in another size; see [Note: Ways to resize]."""
     if image.shape[:2] == (height, width):
         return image
-    channels = image.shape[2]
     if antialias and interpolation == "bicubic":
         return _bicubic(image, height, width)
-    pixels = whole(image)
     if antialias and interpolation == "bilinear":
-        return _convolved(pixels, height, width)[:, :, :channels]
-    flat = cv2.resize(pixels, (width, height), interpolation=_OPENCV[interpolation])
-    return flat.reshape(height, width, pixels.shape[2])[:, :, :channels]  # type: ignore[return-value]
+        return _convolved(image, height, width)
+    flat = cv2.resize(image, (width, height), interpolation=_OPENCV[interpolation])
+    return flat.reshape(height, width, image.shape[2])  # type: ignore[return-value]
 
 
 def resized_part(
@@ -136,8 +119,8 @@ def resized_part(
     if interpolation == "bicubic":
         inside = x, y, x + box[3], y + box[2]
         return _bicubic(part, height, width, inside)
-    options = ResizeOptions(_CONVOLUTION, use_alpha=False, crop_box=CropBox(x, y, box[3], box[2]))
-    return _convolved(whole(part), height, width, options)[:, :, : image.shape[2]]
+    options = ResizeOptions(_CONVOLUTION, crop_box=CropBox(x, y, box[3], box[2]))
+    return _convolved(part, height, width, options)
 
 
 def _bicubic(
@@ -161,36 +144,8 @@ def _convolved(
 
 
 def to_pillow(image: Pixels) -> Image.Image:
-    """The image as Pillow has it, which takes four bytes for a pixel of RGB."""
-    height, width, channels = image.shape
-    if _has_unused_byte(image):
-        row = image.strides[0]
-        data: Any = _strided(image, ((height - 1) * row + width * 4,))
-        return Image.frombytes("RGB", (width, height), data, "raw", "RGBX", row, 1)
-    return Image.fromarray(image if channels == 3 else image[:, :, 0])
-
-
-def whole(image: Pixels) -> Pixels:
-    """The image with the fourth byte of its pixels, if it has one; see [Note: The unused byte]."""
-    return _strided(image, (*image.shape[:2], 4)) if _has_unused_byte(image) else image
-
-
-def contiguous(image: Pixels) -> Pixels:
-    """The image with its bytes one after the other; a copy only where they are not."""
-    if _has_unused_byte(image):
-        return cv2.cvtColor(whole(image), cv2.COLOR_RGBA2RGB)  # type: ignore[return-value]
-    return np.ascontiguousarray(image)
-
-
-def _has_unused_byte(image: npt.NDArray[Any]) -> bool:
-    """Whether it is a part of an image that was decoded with four bytes for each pixel."""
-    return image.shape[2:] == (3,) and image.strides[1:] == (4, 1)
-
-
-def _strided(image: Pixels, shape: tuple[int, ...]) -> Pixels:
-    """The same memory from the first pixel on, with the unused bytes."""
-    strides = image.strides if len(shape) == 3 else (1,)
-    return np.lib.stride_tricks.as_strided(image, shape, strides)
+    """The image as Pillow has it."""
+    return Image.fromarray(image if image.shape[2] == 3 else image[:, :, 0])
 
 
 class MovesAlone(ImageTransform):
