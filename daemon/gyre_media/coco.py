@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from gyre_daemon.datasets.formats.field_spec import renamed
+from gyre_daemon.datasets.formats.base import Manifest, ManifestColumn, ManifestPlace, renamed
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions, checked_path
 from gyre_daemon.datasets.formats.installed import FormatEntry
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Texts
 

@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gyre_daemon.datasets.formats.field_spec import IMAGES, renamed
+from gyre_daemon.datasets.formats.base import (
+    IMAGES,
+    Described,
+    Manifest,
+    ManifestColumn,
+    ManifestPlace,
+    renamed,
+)
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.installed import FormatEntry
-from gyre_daemon.datasets.formats.listed import Described, Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import FileTable, Texts

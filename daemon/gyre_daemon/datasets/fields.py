@@ -11,8 +11,7 @@ import numpy as np
 
 from gyre_daemon.datasets.codecs import check_field
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
-from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, SHAPE_SUFFIX
-from gyre_daemon.datasets.formats.field_spec import is_servable
+from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, SHAPE_SUFFIX, is_servable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.permutation import Int64Array
 

@@ -21,8 +21,8 @@ from gyre_protos.text import counted
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, indexed_fields, stored_fields
+from gyre_daemon.datasets.formats.base import Extents
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
-from gyre_daemon.datasets.formats.field_spec import Extents
 from gyre_daemon.datasets.formats.sample_table import located_bounds
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.block_order import BlockTable, BlockTables, blocks_that_begin_at

@@ -13,7 +13,7 @@ import numpy as np
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
-from gyre_daemon.datasets.formats.field_spec import is_servable
+from gyre_daemon.datasets.formats.base import is_servable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.threads import NO_JOB
 from gyre_daemon.storage.base import Storage

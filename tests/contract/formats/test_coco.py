@@ -16,7 +16,7 @@ from gyre_client.errors import NotAllowed, ShardMissing
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.dataset_parts import missing_datasets
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.listed import ManifestFormat
+from gyre_daemon.datasets.formats.base import ManifestFormat
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import FileTable, Texts

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.formats.listed import Manifest
+from gyre_daemon.datasets.formats.base import Manifest
 from gyre_daemon.datasets.indexing.listing import ManifestReader
 from gyre_daemon.datasets.scanning import ScanProcesses
 from gyre_daemon.errors import CorruptSample

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.listed import ListedFormat, ManifestColumn
+from gyre_daemon.datasets.formats.base import ListedFormat, ManifestColumn
 from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.datasets.scanning import ScanProcesses

@@ -17,7 +17,7 @@ from gyre_client.errors import InvalidRequest, NotAllowed, ShardMissing
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.dataset_parts import missing_datasets
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.listed import DescribedFormat, Manifest
+from gyre_daemon.datasets.formats.base import DescribedFormat, Manifest
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import FileTable, Texts

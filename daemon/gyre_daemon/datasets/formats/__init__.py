@@ -13,12 +13,12 @@ from gyre_daemon.datasets.formats.base import (
     Extents,
     FieldSpec,
     Format,
+    ListedFormat,
     SampleIndex,
     indexed_fields,
     stored_fields,
 )
 from gyre_daemon.datasets.formats.installed import FormatEntry, shown_format
-from gyre_daemon.datasets.formats.listed import ListedFormat
 
 __all__ = [
     "MASK",

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, corrupt
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, check_names, corrupt
 from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
     Column,
@@ -27,7 +27,6 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
     lacking,
 )
-from gyre_daemon.datasets.formats.field_spec import check_names
 from gyre_daemon.datasets.formats.schemas import Wanted
 from gyre_daemon.errors import ConfigError
 

@@ -10,7 +10,10 @@ To open a dataset, the daemon uses a `Format` in this order:
 3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
    shards, or of decoded shards where samples are rows of chunks (see `indexes.chunk_index`).
 
-Where each file is a sample, a `ListedFormat` does instead; see `listed`.
+Where each file is a sample, a `ListedFormat` does instead. The daemon lists the files below a
+folder, at any depth, or reads a manifest, or makes one of files that describe others. To all other
+code they are one shard, in which each file comes after its *head*: its path, and the texts that the
+manifest has of it.
 
 A format may come from another package: an entry point of the group `gyre.formats`, of the format's
 name, that leads to a `FormatEntry`; see `installed`.
@@ -74,9 +77,10 @@ text file is a sample:
 """
 
 import importlib.util
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -97,34 +101,234 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.block_order import BlockTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.order.shuffle.blocks import BlockTable
+from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.shard import Shard
 
-__all__ = [
-    "MASK",
-    "OFFSETS_SUFFIX",
-    "PRESENT_SUFFIX",
-    "SAMPLE_ID",
-    "SHAPE_SUFFIX",
-    "Arrays",
-    "CodecName",
-    "DamagedSample",
-    "Extents",
-    "FieldSpec",
-    "Format",
-    "Probe",
-    "ProbeRequest",
-    "ProbeResponse",
-    "ProbeSteps",
-    "SampleIndex",
-    "Scan",
-    "TolerantFormat",
-    "array_of",
-    "corrupt",
-    "indexed_fields",
-    "probe_heads",
-    "require_library",
-    "stored_fields",
+# A batch has these tensors besides its fields, and names derived from a field's name with these
+# suffixes. No field may have such a name.
+SAMPLE_ID = "sample_id"
+MASK = "mask"
+OFFSETS_SUFFIX = ".offsets"  # of a ragged field: where each sample begins
+PRESENT_SUFFIX = ".present"  # of an optional field: which samples have it
+SHAPE_SUFFIX = ".shape"  # of a field of flattened arrays: the shape of each sample
+
+CodecName = Literal[
+    "bytes",
+    "ids",
+    "text",
+    "quoted",
+    "json",
+    "integer",
+    "number",
+    "npy",
+    "cast",
+    "default",
+    "indexed",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One named tensor of a sample.
+
+    Attributes:
+        name: its key in the batch.
+        dtype: of the tensor.
+        shape: of one sample; of one element if the field is ragged.
+        ragged: whether samples differ in length along the first dim.
+        codec: how the stored bytes become the tensor. `bytes` are stored as the tensor is in
+            memory. The values of an `indexed` field are in the index, and nothing is read.
+        token_ids: whether the elements are token ids; clients may widen unsigned ones.
+        vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
+        categories: the meanings of the values of an integer field, such as the names of classes;
+            empty if they are just numbers.
+        media_type: of bytes that hold an encoded file: the type of all samples, such as
+            `image/jpeg` or `image/*`; empty if unknown.
+        cast_from: with the codec `cast`, the codec and the dtype of the stored values.
+        default: with the codec `default`, the bytes of every sample; nothing is stored.
+        forms: how each schema of the shards stores the field; empty if all store it as this says.
+        length: the elements that each sample of a ragged field has, where all have as many; batches
+            then have the field as an array of one shape. 0 where samples differ, or may differ.
+        image: of boxes and masks that transforms made: the field with the image that they belong
+            to. Readers of the field do not depend on it.
+    """
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    ragged: bool
+    codec: CodecName
+    token_ids: bool = False
+    vocabulary: int = 0
+    categories: tuple[str, ...] = ()
+    media_type: str = ""
+    cast_from: "tuple[CodecName, np.dtype[np.generic]] | None" = None
+    default: bytes = b""
+    forms: "tuple[FieldSpec, ...]" = ()
+    length: int = field(default=0, compare=False)
+    image: str = field(default="", compare=False)
+
+    @property
+    def element_bytes(self) -> int:
+        """The bytes of one sample, or of one element if the field is ragged."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def served(self) -> "FieldSpec":
+        """The field as a batch has it: an array of one shape where all samples have one length."""
+        if not self.length:
+            return self
+        return replace(self, shape=(self.length, *self.shape), ragged=False, length=0)
+
+    def form(self, schema: int) -> "FieldSpec":
+        """How shards of one schema store the field."""
+        return replace(self.forms[schema], name=self.name) if self.forms else self
+
+
+def stored_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
+    """The fields read from storage; in an index they come before the indexed ones."""
+    return [spec for spec in fields if spec.codec != "indexed"]
+
+
+def indexed_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
+    """The fields whose values are in the index."""
+    return [spec for spec in fields if spec.codec == "indexed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The places of n samples with F stored fields, and the values of their indexed fields.
+
+    Attributes:
+        shard: int64 [n], index of the shard.
+        start: int64 [n, F], first byte in the shard.
+        size: int64 [n, F], stored bytes; 0 if the sample lacks the field.
+        lengths: int64 [n, F], bytes that each field takes in a ragged tensor; None if it is
+            `size` everywhere.
+        absent: bool [n, F], which samples lack which fields; None if none may.
+        indexed: for each indexed field its values, [n, *shape].
+        schema: int64 [n], the number of the schema of each sample's shard, for fields with `forms`;
+            None if there is only one.
+    """
+
+    shard: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64] | None = None
+    absent: npt.NDArray[np.bool_] | None = None
+    indexed: tuple[npt.NDArray[np.generic], ...] = ()
+    schema: npt.NDArray[np.int64] | None = None
+
+    @property
+    def tensor_bytes(self) -> npt.NDArray[np.int64]:
+        """Int64 [n, F], the bytes that each field takes in its tensor if it is ragged."""
+        return self.size if self.lengths is None else self.lengths
+
+    def part(self, some: slice) -> "Extents":
+        """The extents of some of the samples."""
+        lengths = None if self.lengths is None else self.lengths[some]
+        absent = None if self.absent is None else self.absent[some]
+        indexed = tuple(values[some] for values in self.indexed)
+        schema = None if self.schema is None else self.schema[some]
+        return Extents(
+            self.shard[some], self.start[some], self.size[some], lengths, absent, indexed, schema
+        )
+
+
+_SUFFIXES = (OFFSETS_SUFFIX, PRESENT_SUFFIX, SHAPE_SUFFIX)
+TAKEN = (
+    f"a batch has {SAMPLE_ID}, {MASK} and offsets itself, and names that end with "
+    f"{', '.join(_SUFFIXES)}"
+)
+
+
+def is_servable(name: str) -> bool:
+    """Whether a tensor may have this name."""
+    is_taken = name in (SAMPLE_ID, MASK) or name.endswith(_SUFFIXES)
+    return name != "" and name.isprintable() and not is_taken
+
+
+def renamed(texts: Sequence[str], key: str) -> list[tuple[str, str]]:
+    """For each wanted column the name of its field and its own name, from `NAME` or `FIELD=NAME`.
+
+    Args:
+        texts: as the operator wrote them.
+        key: where; for the error.
+
+    Raises:
+        ConfigError: no batch can have such fields.
+    """
+    parts = [each.partition("=") for each in texts]
+    pairs = [(field, column if sign else field) for field, sign, column in parts]
+    check_names([field for field, _ in pairs], key)
+    return pairs
+
+
+def check_names(names: Sequence[str], key: str) -> None:
+    """Refuse names that no batch can have.
+
+    Raises:
+        ConfigError: with the name.
+    """
+    for name in names:
+        if not is_servable(name):
+            raise ConfigError(
+                f"no field can have the name {name!r:.100}: {TAKEN}; rename it in `{key}`: "
+                "FIELD=COLUMN"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"`{key}` has {name!r:.100} twice")
+
+
+def ragged_fields(lengths: Mapping[str, int], pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The names of the fields whose columns have the length 0.
+
+    Args:
+        lengths: by the names of columns.
+        pairs: names of the fields, and of their columns; empty where both are the same.
+    """
+    ragged = {name for name, length in lengths.items() if not length}
+    served = [field for field, column in pairs if column in ragged]
+    return (*served, *sorted(ragged - {column for _, column in pairs}))
+
+
+MEDIA_TYPES = {
+    "jpg": "image/jpeg",
+    "jpeg": "image/jpeg",
+    "png": "image/png",
+    "webp": "image/webp",
+    "gif": "image/gif",
+    "bmp": "image/bmp",
+    "tif": "image/tiff",
+    "tiff": "image/tiff",
+    "ppm": "image/x-portable-pixmap",
+    "avif": "image/avif",
+    "jp2": "image/jp2",
+    "j2k": "image/j2c",
+    "wav": "audio/wav",
+    "flac": "audio/flac",
+    "mp3": "audio/mpeg",
+    "ogg": "audio/ogg",
+    "opus": "audio/ogg",
+    "m4a": "audio/mp4",
+    "mp4": "video/mp4",
+    "webm": "video/webm",
+    "mkv": "video/x-matroska",
+    "mov": "video/quicktime",
+}
+IMAGES, AUDIO = (
+    tuple(name for name, media_type in MEDIA_TYPES.items() if media_type.startswith(kind))
+    for kind in ("image/", "audio/")
+)
+
+
+def media_type_of(extensions: Iterable[str]) -> str:
+    """The type of files with any of these extensions: `image/jpeg`, `image/*`, or empty."""
+    kinds = {MEDIA_TYPES.get(extension.lower(), "") for extension in extensions}
+    if len(kinds) == 1:
+        return kinds.pop()
+    types = {kind.partition("/")[0] for kind in kinds}
+    return f"{types.pop()}/*" if len(types) == 1 else ""
 
 
 def require_library(module: str, reader: str, extra: str, package: str = "") -> None:
@@ -371,4 +575,132 @@ class Format(Protocol):
         Raises:
             CorruptSample: the shards do not make one dataset; names the first that does not fit.
             ConfigError: the options do not fit the shards.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestColumn:
+    """One column of a manifest, with a value for each of n files.
+
+    Attributes:
+        name: of the column.
+        kind: `text`, `json`, `number` or `class`.
+        values: of text and JSON the bytes; else int64, float64 or int32 [n].
+        categories: the meanings of the values of a class, or numbers in JSON.
+    """
+
+    name: str
+    kind: Literal["text", "json", "number", "class"]
+    values: Texts | npt.NDArray[Any]
+    categories: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A list of files, in the dataset's order.
+
+    Attributes:
+        names: their paths, relative to the folder of the manifest.
+        columns: with other facts about them.
+    """
+
+    names: Texts
+    columns: tuple[ManifestColumn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Which files of a folder are samples, and which describe them.
+
+    Attributes:
+        names: of the n samples, in the dataset's order.
+        texts: int64 [n], for each the number of the file that describes it; -1 if there is none.
+        about: the facts that the format has about all samples.
+    """
+
+    names: Texts
+    texts: npt.NDArray[np.int64]
+    about: Any
+
+
+class ManifestPlace(NamedTuple):
+    """The place of a manifest.
+
+    Attributes:
+        path: of the manifest.
+        folder: that its paths are relative to, and that they do not leave.
+    """
+
+    path: str
+    folder: str
+
+
+@runtime_checkable
+class ListedFormat(Protocol):
+    """A format in which each file is a sample, with the options of one dataset."""
+
+    @property
+    def pattern(self) -> str:
+        """The files usually meant; see `Format.pattern`."""
+
+    def is_wanted(self, name: str) -> bool:
+        """Whether a file of this name, without its folder, is one of the dataset."""
+
+    def manifest_of(self, path: str) -> ManifestPlace | None:
+        """The place of the manifest for a location of this path; None if its files are listed."""
+
+    def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleIndex:
+        """The index of files, and of the columns that a manifest has of them.
+
+        Raises:
+            ConfigError: the options do not fit the files.
+        """
+
+
+@runtime_checkable
+class ManifestFormat(ListedFormat, Protocol):
+    """A format whose manifest is one file."""
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether a separate process reads a manifest, whose parsing would block others."""
+
+    def read_manifest(self, name: str, data: bytes) -> Manifest:
+        """A manifest of this name and these bytes.
+
+        Raises:
+            CorruptSample: it is damaged.
+            ConfigError: it lacks columns.
+        """
+
+
+@runtime_checkable
+class DescribedFormat(ListedFormat, Protocol):
+    """A format in which a file describes each sample, and the manifest's place has a file for all.
+
+    `is_wanted` takes the files that describe samples, too.
+    """
+
+    def described(self, name: str, data: bytes, names: Texts) -> Described:
+        """The samples among files.
+
+        Args:
+            name: of the file that describes all of them.
+            data: its bytes.
+            names: of all wanted files, sorted.
+
+        Raises:
+            CorruptSample: the file is damaged.
+            ConfigError: it does not fit the files.
+        """
+
+    def manifest(self, described: Described, texts: Sequence[bytes]) -> Manifest:
+        """The manifest that the files make, called in a separate process.
+
+        Args:
+            described: the n samples.
+            texts: n, the description of each; empty if there is none.
+
+        Raises:
+            CorruptSample: one of them is damaged; names it, and the line.
         """

@@ -40,8 +40,8 @@ from gyre_daemon.datasets.formats.base import (
     FieldSpec,
     SampleIndex,
     array_of,
+    is_servable,
 )
-from gyre_daemon.datasets.formats.field_spec import is_servable
 from gyre_daemon.datasets.formats.sample_table import RaggedBounds, json_of, located_bounds
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
 from gyre_daemon.errors import CorruptSample

@@ -19,15 +19,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import CodecName, FieldSpec
-from gyre_daemon.datasets.formats.field_spec import (
+from gyre_daemon.datasets.formats.base import (
     AUDIO,
     IMAGES,
+    CodecName,
+    FieldSpec,
+    Manifest,
+    ManifestColumn,
+    ManifestPlace,
     check_names,
     media_type_of,
     renamed,
 )
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import FileTable, Texts

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gyre_daemon.config import parse_options
-from gyre_daemon.datasets.formats.base import Arrays, Format, Probe, Scan
-from gyre_daemon.datasets.formats.listed import ListedFormat
+from gyre_daemon.datasets.formats.base import Arrays, Format, ListedFormat, Probe, Scan
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.plug_ins import included, load_script_object
 

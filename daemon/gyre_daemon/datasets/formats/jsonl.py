@@ -20,7 +20,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, SampleIndex, Scan
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    FieldSpec,
+    SampleIndex,
+    Scan,
+    check_names,
+    ragged_fields,
+    renamed,
+)
 from gyre_daemon.datasets.formats.chunk_index import (
     ChunkFormat,
     ChunkIndex,
@@ -33,7 +41,6 @@ from gyre_daemon.datasets.formats.chunk_index import (
     lacking,
     num_rows,
 )
-from gyre_daemon.datasets.formats.field_spec import check_names, ragged_fields, renamed
 from gyre_daemon.datasets.formats.lines import (
     BLOCK,
     UTF8_MARK,

@@ -22,9 +22,9 @@ from gyre_daemon.datasets.formats.base import (
     Probe,
     ProbeSteps,
     array_of,
+    check_names,
     probe_heads,
 )
-from gyre_daemon.datasets.formats.field_spec import check_names
 from gyre_daemon.datasets.formats.sample_table import StridedIndex, json_of
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard

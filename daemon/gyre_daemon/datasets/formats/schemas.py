@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.field_spec import (
+from gyre_daemon.datasets.formats.base import (
     FieldSpec,
     check_names,
     ragged_fields,

@@ -21,14 +21,16 @@ import numpy.typing as npt
 from gyre_daemon.datasets.formats.base import (
     PRESENT_SUFFIX,
     SHAPE_SUFFIX,
+    TAKEN,
     Arrays,
     CodecName,
     DamagedSample,
     FieldSpec,
     Scan,
     corrupt,
+    is_servable,
+    media_type_of,
 )
-from gyre_daemon.datasets.formats.field_spec import TAKEN, is_servable, media_type_of
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.datasets.formats.tar_shards import (
     SCAN_VERSION,

@@ -18,14 +18,15 @@ import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
-from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.formats.listed import (
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
     Described,
     DescribedFormat,
     Manifest,
     ManifestColumn,
     ManifestFormat,
     ManifestPlace,
+    Scan,
 )
 from gyre_daemon.datasets.scanning import Scanner, ScanProcesses
 from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing

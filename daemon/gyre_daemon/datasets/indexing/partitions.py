@@ -14,8 +14,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec
-from gyre_daemon.datasets.formats.field_spec import check_names, renamed
+from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, check_names, renamed
 from gyre_daemon.datasets.formats.union_index import IndexedField
 from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
