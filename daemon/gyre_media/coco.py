@@ -14,10 +14,17 @@ from typing import Any
 import msgspec
 import numpy as np
 from gyre_daemon.datasets.formats.base import Manifest, ManifestColumn, ManifestPlace, renamed
-from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions, checked_path
+from gyre_daemon.datasets.formats.files import (
+    FilesFormat,
+    FilesOptions,
+    check_in_folder,
+    checked_path,
+)
 from gyre_daemon.datasets.formats.installed import FormatEntry
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Texts
+from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.file_table import Texts
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -76,15 +83,9 @@ class CocoOptions:
     def __post_init__(self) -> None:
         """Refuse paths that leave the folder."""
         renamed(self.fields, "fields")
-        for key in ("annotations", "images"):
-            path = getattr(self, key)
-            if path.startswith("/") or ".." in path.split("/") or "://" in path:
-                raise ConfigError(
-                    f"`{key}` of a coco dataset is {path!r:.200}; it must be a path in the folder "
-                    "of the dataset, without `..`"
-                )
-        if not self.annotations:
-            raise ConfigError("`annotations` of a coco dataset must be the path of a JSON file")
+        check_in_folder("coco", "annotations", self.annotations)
+        if self.images:
+            check_in_folder("coco", "images", self.images)
 
 
 class CocoFormat(FilesFormat):

@@ -21,7 +21,7 @@ from gyre_daemon.datasets.formats.base import (
     ManifestPlace,
     renamed,
 )
-from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
+from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions, check_in_folder
 from gyre_daemon.datasets.formats.installed import FormatEntry
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -53,11 +53,7 @@ class YoloOptions:
         """Refuse paths that leave the folder."""
         renamed(self.fields, "fields")
         for key, path in [("data", self.data), *(("images", each) for each in self.images)]:
-            if not path or path.startswith("/") or ".." in path.split("/") or "://" in path:
-                raise ConfigError(
-                    f"`{key}` of a yolo dataset has {path!r:.200}; it must be a path in the folder "
-                    "of the dataset, without `..`"
-                )
+            check_in_folder("yolo", key, path)
 
 
 class YoloFormat:

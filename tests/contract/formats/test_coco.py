@@ -194,9 +194,9 @@ def test_two_annotations_of_one_id_are_two_objects() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"annotations": "../a.json"}, "`annotations` of a coco dataset is '../a.json'"),
-        ({"images": "/data"}, "`images` of a coco dataset is '/data'"),
-        ({"annotations": ""}, "`annotations` of a coco dataset must be"),
+        ({"annotations": "../a.json"}, "`annotations` of a coco dataset has '../a.json'"),
+        ({"images": "/data"}, "`images` of a coco dataset has '/data'"),
+        ({"annotations": ""}, "`annotations` of a coco dataset has ''"),
         ({"fields": ["objects", "a=objects", "a=file"]}, "`fields` has 'a' twice"),
     ],
 )

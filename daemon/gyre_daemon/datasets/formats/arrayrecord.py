@@ -353,19 +353,6 @@ def _reason(error: Exception) -> str:
     return _PLACES.split(str(error), maxsplit=1)[0][:300]
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Chunks of a file to decode together: bytes `[start, stop)`."""
-
-    start: int
-    stop: int
-    chunks: Sequence[Chunk]
-
-    @property
-    def num_records(self) -> int:
-        return sum(chunk.num_records for chunk in self.chunks)
-
-
 def scan_file(shard: str, file: BinaryIO) -> Arrays:
     """The `chunk_arrays` of a file.
 
@@ -377,18 +364,14 @@ def scan_file(shard: str, file: BinaryIO) -> Arrays:
     """
     size = file.seek(0, os.SEEK_END)
     groups = list(_groups(_footer(shard, file, size)))
-    ends, damaged = _ends(file, groups)
+    rows = [sum(chunk.num_records for chunk in group) for group in groups]
+    pieces = [[(group[0].start, group[-1].stop)] for group in groups]
+    ends, damaged = _ends(file, groups, rows)
     columns = [
-        lacking([FIELD], group.num_records) if its is None else [Column(_NOTHING, its)]
-        for group, its in zip(groups, ends, strict=True)
+        lacking([FIELD], count) if its is None else [Column(_NOTHING, its)]
+        for count, its in zip(rows, ends, strict=True)
     ]
-    return chunk_arrays(
-        [FIELD],
-        [group.num_records for group in groups],
-        [[(group.start, group.stop)] for group in groups],
-        columns,
-        damaged=damaged,
-    )
+    return chunk_arrays([FIELD], rows, pieces, columns, damaged=damaged)
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -459,41 +442,40 @@ def _counts(head: bytes) -> tuple[int, int, int]:
     return counts.get(1, 0), counts.get(2, 0), counts.get(3, 0)
 
 
-def _groups(chunks: Sequence[Chunk]) -> Iterator[_Group]:
-    """The chunks joined to such of at least `_MIN_CHUNK_BYTES`."""
+def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+    """The chunks to decode together: successive ones of at least `_MIN_CHUNK_BYTES`."""
     some: list[Chunk] = []
     num_bytes = 0
     for chunk in chunks:
-        if some and num_bytes + chunk.decoded_bytes > MAX_CHUNK_BYTES:
-            yield _Group(some[0].start, some[-1].stop, some)
+        is_full = num_bytes >= _MIN_CHUNK_BYTES
+        if some and (is_full or num_bytes + chunk.decoded_bytes > MAX_CHUNK_BYTES):
+            yield some
             some, num_bytes = [], 0
         some.append(chunk)
         num_bytes += chunk.decoded_bytes
-        if num_bytes >= _MIN_CHUNK_BYTES:
-            yield _Group(some[0].start, some[-1].stop, some)
-            some, num_bytes = [], 0
     if some:
-        yield _Group(some[0].start, some[-1].stop, some)
+        yield some
 
 
 def _ends(
-    file: BinaryIO, groups: Sequence[_Group]
+    file: BinaryIO, groups: Sequence[Sequence[Chunk]], rows: Sequence[int]
 ) -> tuple[list[np.ndarray | None], dict[int, str]]:
     """Where the records of each group end in its decoded bytes; and why some cannot be decoded."""
     ends: list[np.ndarray | None] = []
     damaged: dict[int, str] = {}
     window, begin = b"", 0
     for place, group in enumerate(groups):
-        if all(chunk.num_records == 1 for chunk in group.chunks):
-            ends.append(np.cumsum([chunk.decoded_bytes for chunk in group.chunks]))
+        if all(chunk.num_records == 1 for chunk in group):
+            ends.append(np.cumsum([chunk.decoded_bytes for chunk in group]))
             continue
-        if group.stop > begin + len(window):
-            begin = group.start
-            window = _part(file, begin, max(group.stop, begin + _WINDOW_BYTES))
-        data = memoryview(window)[group.start - begin : group.stop - begin]
+        start, stop = group[0].start, group[-1].stop
+        if stop > begin + len(window):
+            begin = start
+            window = _part(file, begin, max(stop, begin + _WINDOW_BYTES))
+        data = memoryview(window)[start - begin : stop - begin]
         try:
-            sizes = [len(record) for record in records_of(data, group.start)]
-            if len(sizes) != group.num_records:
+            sizes = [len(record) for record in records_of(data, start)]
+            if len(sizes) != rows[place]:
                 raise ValueError("its records are not those of the footer")
             ends.append(np.cumsum(sizes))
         except ValueError as error:
@@ -505,11 +487,7 @@ def _ends(
 def _part(file: BinaryIO, start: int, stop: int) -> bytes:
     """Bytes `[start, stop)` of a file, up to its end."""
     file.seek(start)
-    parts = []
-    while start < stop and (part := file.read(stop - start)):
-        parts.append(part)
-        start += len(part)
-    return b"".join(parts)
+    return file.read(stop - start)
 
 
 def decode_chunks(chunk: StoredChunk) -> Sequence[Column]:

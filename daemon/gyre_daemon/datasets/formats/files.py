@@ -205,6 +205,19 @@ def _manifest(
     return Manifest(names, others)
 
 
+def check_in_folder(name: str, key: str, path: str) -> None:
+    """Refuse a path of a format's option that leaves the dataset's folder.
+
+    Raises:
+        ConfigError: names the format and the key.
+    """
+    if not path or path.startswith("/") or ".." in path.split("/") or "://" in path:
+        raise ConfigError(
+            f"`{key}` of a {name} dataset has {path!r:.200}; it must be a path in the folder of "
+            "the dataset, without `..`"
+        )
+
+
 def checked_path(row: int, path: Any) -> bytes:
     """A path relative to the manifest, without `.` and `..`."""
     if not isinstance(path, str) or not path or "\0" in path:

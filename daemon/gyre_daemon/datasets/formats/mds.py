@@ -114,14 +114,6 @@ def scan_mds(shard: str, file: BinaryIO) -> Arrays:
     }
 
 
-def check_scan(arrays: Arrays, file_bytes: int) -> None:
-    """See `Scan.check`."""
-    declared = json_of(arrays, "columns")
-    if not isinstance(declared, list) or not all(map(_is_column, declared)):
-        raise ValueError("its columns cannot be read")
-    check_columns(arrays, file_bytes, len(declared))
-
-
 def _is_column(declared: Any) -> bool:
     if not isinstance(declared, list) or len(declared) != 3:
         return False
@@ -240,7 +232,10 @@ def check_any(arrays: Arrays, file_bytes: int) -> None:
         if raw_bytes.shape != (1,) or not 0 <= raw_bytes[0] <= MAX_FRAME_BYTES:
             raise ValueError("it has no decompressed size")
         file_bytes = int(raw_bytes[0])
-    check_scan(arrays, file_bytes)
+    declared = json_of(arrays, "columns")
+    if not isinstance(declared, list) or not all(map(_is_column, declared)):
+        raise ValueError("its columns cannot be read")
+    check_columns(arrays, file_bytes, len(declared))
 
 
 def compressed_index(

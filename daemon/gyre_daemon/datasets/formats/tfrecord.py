@@ -8,10 +8,11 @@ uint64, a checksum of that, the bytes, and their checksum. The checksums are CRC
 offset ("masked") so that a checksum of checksums is no constant. All numbers are little-endian.
 """
 
+import io
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -109,7 +110,8 @@ def scan_records(shard: str, file: BinaryIO) -> Arrays:
     sizes: list[int] = []
     damaged: list[int] = []
     offset = 0
-    while head := _read(file, _HEAD.size):
+    file = io.BufferedReader(cast("io.RawIOBase", file), _PIECE_BYTES)
+    while head := file.read(_HEAD.size):
         if len(head) < _HEAD.size:
             raise damage("is cut off in its length")
         size, checksum = _HEAD.unpack(head)
@@ -118,7 +120,7 @@ def scan_records(shard: str, file: BinaryIO) -> Arrays:
         crc, left = 0, size
         while left and (piece := file.read(min(left, _PIECE_BYTES))):
             crc, left = extend(crc, piece), left - len(piece)
-        foot = _read(file, _CHECKSUM.size)
+        foot = file.read(_CHECKSUM.size)
         if left or len(foot) < _CHECKSUM.size:
             raise damage(f"is cut off; its length is {size}")
         if _CHECKSUM.unpack(foot)[0] != _masked(crc):
@@ -155,11 +157,3 @@ def _is_head(head: bytes) -> bool:
 
 def _masked(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
-
-
-def _read(file: BinaryIO, num_bytes: int) -> bytes:
-    """As many bytes as asked for, unless the file ends."""
-    data = b""
-    while len(data) < num_bytes and (more := file.read(num_bytes - len(data))):
-        data += more
-    return data

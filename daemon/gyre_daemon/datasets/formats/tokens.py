@@ -258,15 +258,9 @@ class MegatronIndex:
 
     @property
     def last_entries(self) -> tuple[range, range]:
-        """The byte ranges of the last sequence's length (int32) and first byte (int64).
-
-        Both are empty if there is no sequence.
-        """
-        if not self.num_sequences:
-            return range(0), range(0)
-        length = IDX_HEAD_BYTES + 4 * (self.num_sequences - 1)
-        begin = IDX_HEAD_BYTES + 4 * self.num_sequences + 8 * (self.num_sequences - 1)
-        return range(length, length + 4), range(begin, begin + 8)
+        """The last one of `tables` for lengths and first bytes; empty if there is no sequence."""
+        lengths, begins, _ = self.tables
+        return lengths[-4:], begins[-8:]
 
 
 def read_megatron_head(shard: Shard, head: bytes, file_bytes: int) -> MegatronIndex:
