@@ -22,9 +22,9 @@ from gyre_daemon.errors import (
     StorageUnavailable,
     first_error,
 )
-from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.fetching.measuring.opening import DatasetOpener
+from gyre_daemon.fetching.records import keep_records
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
@@ -108,7 +108,7 @@ class DatasetParts:
             partial(keep_records, cache, workers) if cache else None,
             allow_modules=is_private,
         )
-        measurer = Measurer(sidecars, workers, reports, cache)
+        measurer = Measurer(sidecars, workers, reports)
         return cls(catalog, transforms, measurer, opener, compute_server, cache)
 
     async def close(self) -> None:

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from gyre_protos.text import printable
 
 from gyre_daemon.datasets.dataset import shard_bounds
-from gyre_daemon.datasets.decoded import DecodedStorage
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.chunk_index import Chunks
+from gyre_daemon.datasets.made_shards import MadeStorage
 from gyre_daemon.datasets.scanning import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.shard_worker import (
     CheckMedia,
@@ -64,7 +64,7 @@ class DecodedShards:
         failures: by chunk, why it cannot be decoded.
     """
 
-    def __init__(self, decoded: DecodedStorage, chunks: Chunks, index: SampleIndex) -> None:
+    def __init__(self, decoded: MadeStorage, chunks: Chunks, index: SampleIndex) -> None:
         """Decode nothing yet."""
         self.shards = decoded.shards
         self.failures: dict[int, CorruptSample] = {}

@@ -46,6 +46,9 @@ class Dataset:
             numbers, where it is a mixture or a source of one: then reads need `Draws`.
         mixture: of a mixture, whose index has the samples of all sources.
         source_names: of the datasets of a mixture, by the numbers of its field `source`.
+        source: the samples as they are stored, where these are made of them; None for stored ones.
+        made: the fields that transforms made, which come first.
+        failed: int64, ids of the samples that could not be transformed and that others replace.
         what_changed: takes an earlier fingerprint, and says how the shards differ from those that
             had it; empty if that is not known.
     """
@@ -67,6 +70,9 @@ class Dataset:
     drawing: tuple[str, ...] = ()
     mixture: Mixture | None = None
     source_names: tuple[str, ...] = ()
+    source: "Dataset | None" = field(default=None, repr=False)
+    made: Sequence[FieldSpec] = ()
+    failed: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
     what_changed: Callable[[str], Awaitable[str]] = field(default=_unknown, repr=False)
 
     @property
@@ -99,12 +105,12 @@ class Dataset:
     @property
     def num_made(self) -> int:
         """How many of the fields transforms make; these come first."""
-        return 0
+        return len(self.made)
 
     @property
     def stored(self) -> "Dataset":
         """Its samples as they are stored; itself where nothing is done to them."""
-        return self
+        return self.source.stored if self.source else self
 
     @property
     def has_equal_samples(self) -> bool:

@@ -14,11 +14,23 @@ import numpy as np
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import is_servable
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
+from gyre_daemon.datasets.formats.field_spec import is_servable
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.threads import NO_JOB
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.transforms.kept import Held, Keep, KeptDataset, as_records, cut, kept
-from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
+from gyre_daemon.transforms.made_samples import (
+    STEP,
+    Keep,
+    Lengths,
+    MeasuredIndex,
+    RecordIndex,
+    as_records,
+    cut,
+    record_shard,
+    records_of,
+)
 from gyre_daemon.transforms.messages import (
     BFLOAT16,
     ENCODER,
@@ -85,7 +97,6 @@ class TransformedDataset(Dataset):
         measured: the lengths of the ragged output fields; None while unknown.
         has_limits: `measured` has the limits, because no length was measured.
         random: the names of transforms that may draw random numbers.
-        held: records that were made when it was measured; None for none.
     """
 
     source: Dataset
@@ -99,12 +110,6 @@ class TransformedDataset(Dataset):
     measured: MeasuredIndex | None = None
     has_limits: bool = False
     random: Sequence[str] = ()
-    held: Held | None = None
-
-    @property
-    def stored(self) -> Dataset:
-        """See `Dataset.stored`."""
-        return self.source.stored
 
     @property
     def sized(self) -> SampleIndex:
@@ -114,8 +119,7 @@ class TransformedDataset(Dataset):
     @property
     def num_made(self) -> int:
         """See `Dataset.num_made`: fields made before `cache` and passed on since count, too."""
-        before = self.source.made if isinstance(self.source, KeptDataset) else ()
-        names = {spec.name for spec in before}
+        names = {spec.name for spec in self.source.made}
         passed = (self.chosen or ())[len(self.made) :]
         return len(self.made) + sum(spec.name in names for spec in passed)
 
@@ -132,8 +136,8 @@ class TransformedDataset(Dataset):
     def with_lengths(self, lengths: Lengths) -> "TransformedDataset":
         """The dataset with the lengths of its samples, int32 [N, R]."""
         passed = self.fields[len(self.made) :]
-        stored = stored_fields(self.source.fields)
-        index = MeasuredIndex(self.source.index, stored, self.made, passed, lengths)
+        fields = self.source.fields
+        index = MeasuredIndex(self.source.index, fields, self.made, passed, lengths)
         return replace(self, measured=index)
 
     def with_limits(self) -> "TransformedDataset | None":
@@ -155,7 +159,6 @@ class TransformedDataset(Dataset):
         return self.with_lengths(np.empty((self.source.index.num_samples, 0), np.int32))
 
 
-Made = TransformedDataset | KeptDataset
 # Takes the dataset of the transforms before `cache`, and whether none follows; returns it measured.
 Ready = Callable[[TransformedDataset, bool], Awaitable[TransformedDataset]]
 
@@ -187,7 +190,7 @@ class Transforms:
         self._installed = installed
         self._keep = keep
         self._allow_modules = allow_modules
-        self._kept: OrderedDict[tuple[Storage, str, bytes, str], KeptDataset] = OrderedDict()
+        self._kept: OrderedDict[tuple[Storage, str, bytes, str], Dataset] = OrderedDict()
 
     async def apply(
         self,
@@ -197,8 +200,8 @@ class Transforms:
         *,
         by_client: bool,
         height: int,
-    ) -> Made:
-        """The dataset with its samples transformed.
+    ) -> Dataset:
+        """The dataset with its samples transformed: a `TransformedDataset`, or its records.
 
         Args:
             dataset: as it is stored.
@@ -279,7 +282,7 @@ class Transforms:
         prefix = self._transformed(dataset, steps, described, self._pool_at(2 * height))
         return replace(prefix, transforms=_fingerprint(declared, described))
 
-    def _records(self, dataset: Dataset, prefix: TransformedDataset) -> KeptDataset:
+    def _records(self, dataset: Dataset, prefix: TransformedDataset) -> Dataset:
         """Its records; the same object for the same records."""
         assert self._keep
         # samples that cannot be transformed are part of `transforms`
@@ -287,11 +290,14 @@ class Transforms:
         if key not in self._kept:
             fields = as_records(prefix.made, prefix.fields[len(prefix.made) :])
             prefix = replace(prefix.sized_fully(), chosen=fields)
-            self._kept[key] = kept(prefix, dataset, prefix.recipe, self._keep)
+            assert prefix.measured
+            index = RecordIndex(prefix.measured, fields, prefix.corrupt)
+            shard = record_shard(index, dataset, prefix.recipe)
+            records = records_of(prefix, index, self._keep(prefix, index, shard))
+            names = (*prefix.transform_names, STEP)
+            self._kept[key] = replace(records, transform_names=names)
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
-        elif prefix.held:
-            prefix.held.release()
         self._kept.move_to_end(key)
         return self._kept[key]
 
@@ -304,11 +310,10 @@ class Transforms:
         _check_names(chosen)
         values = {each.name: getattr(dataset, each.name) for each in fields(Dataset)}
         values |= {"chosen": chosen, "transform_names": tuple(step.name for step in steps)}
+        values |= {"source": dataset, "made": made, "failed": NO_SAMPLES}
         return TransformedDataset(
             **values,
-            source=dataset,
             recipe=ENCODER.encode(Recipe(list(steps), _source(dataset), described.versions)),
-            made=made,
             read=described.read,
             cost=described.cost,
             pool=pool,

@@ -9,7 +9,6 @@ from typing import cast
 import numpy as np
 import pytest
 from gyre_daemon.datasets.dataset import block_ranges
-from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
 from gyre_daemon.datasets.formats.chunk_index import (
@@ -18,6 +17,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     StoredChunk,
     chunks_of,
 )
+from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
@@ -119,7 +119,7 @@ class ChunkContract(FormatContract):
         async def read(damaged: bytes) -> bytes:
             (tmp_path / "000").write_bytes(damaged)
             source = await opener.open(parse_location(str(tmp_path)), {}, "*")
-            storage = DecodedStorage(source, chunks, index.digest(), room)
+            storage = decoded_shards(source, chunks, index.digest(), room)
             target = np.empty(len(whole), np.uint8)
             starts, sizes = chunks.base, chunks.chunk_bytes
             targets = [target[a : a + b] for a, b in zip(starts, sizes, strict=True)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats import lines
+from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import PAGE_BYTES, BlockMap
@@ -92,7 +92,7 @@ def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
         source = RemoteStorage(
             engine.source, engine.endpoint, ["there"], [Shard("0", len(data), '"v1"')]
         )
-        decoded = DecodedStorage(source, chunks, index.digest(), room)
+        decoded = decoded_shards(source, chunks, index.digest(), room)
         begins = chunks.base.tolist()
         reading = [asyncio.create_task(read(decoded, begin, LIGHT)) for begin in begins]
         await until(lambda: engine.endpoint.queue.num_waiting == len(begins) - 1)

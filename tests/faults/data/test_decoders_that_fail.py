@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.datasets import shard_worker
-from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
@@ -21,6 +20,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     StoredChunk,
     chunk_arrays,
 )
+from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
@@ -75,7 +75,7 @@ def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: flo
         decoder = Decoder(str(tmp_path / "killed"))
         index = ChunkIndex(source.shards, [arrays], decoder, "piece", b"")
         assert index.chunks
-        storage, found = DecodedStorage(source, index.chunks, b"", room), list[Any]()
+        storage, found = decoded_shards(source, index.chunks, b"", room), list[Any]()
         for chunk in chunks:
             target = np.empty(ROWS, np.uint8)
             try:

@@ -146,7 +146,7 @@ def test_images_of_several_sizes_are_kept_too(daemon: Daemon) -> None:
     chain = [*DECODE[:1], {"name": "resize", "size": 30}, {"name": "flatten"}]
     before = status(daemon).num_samples_transformed
     found = [epoch(daemon, [*chain, *CACHE], seed=seed)[0] for seed in (3, 4)]
-    assert status(daemon).num_samples_transformed == before
+    assert status(daemon).num_samples_transformed == before + NUM
     for seed, batches in zip((3, 4), found, strict=True):
         wanted, _ = epoch(daemon, chain, seed=seed)
         assert_equal(batches, wanted)

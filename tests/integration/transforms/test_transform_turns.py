@@ -12,7 +12,7 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
-from gyre_daemon.fetching.made import keep_records
+from gyre_daemon.fetching.records import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
@@ -20,7 +20,6 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
-from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.transforms.workers import TransformWorkers
 from gyre_daemon.workers.compute_workers import ComputeServer
 
@@ -71,7 +70,6 @@ async def scene(folder: Path, threads: FairExecutor) -> list[int]:
         dataset = await catalog.open("set", config)
         chain: list[dict[str, Any]] = [{**told, "waiting": 0}, {"name": "cache"}]
         kept = await transforms.apply(dataset, chain, of_one_shape, by_client=True, height=0)
-        assert isinstance(kept, KeptDataset)
         light = asyncio.create_task(read(kept.storage, range(NUM_SAMPLES), LIGHT))
         await until(lambda: workers._workers.line.num_waiting == NUM_SAMPLES - 1)
         heavy = asyncio.create_task(read(kept.storage, WANTED, HEAVY))

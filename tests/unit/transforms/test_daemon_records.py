@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
-from gyre_daemon.fetching.made import pieces_of
+from gyre_daemon.fetching.records import pieces_of
 from gyre_daemon.storage.base import Reads
-from gyre_daemon.transforms.kept import RECORD_BLOCKS, RecordIndex
-from gyre_daemon.transforms.measured import MeasuredIndex
+from gyre_daemon.transforms.made_samples import RECORD_BLOCKS, MeasuredIndex, RecordIndex
 
 BLOCK = 64 << 10
 STORED = FieldSpec("text", np.dtype(np.uint8), (), ragged=True, codec="bytes")
@@ -20,10 +18,9 @@ def records(lengths: list[int], left_out: tuple[int, ...] = ()) -> RecordIndex:
     sizes = np.ones((len(lengths), 1), np.int64)
     starts = np.arange(len(lengths))[:, None]
     stored = SampleTable([STORED], [len(lengths)], starts, sizes, identity=b"test")
-    source = Dataset("d", "jsonl", "/d", None, [], stored, "f")  # type: ignore[arg-type]
     told = np.array(lengths, np.int32)[:, None]
     sized = MeasuredIndex(stored, [STORED], [TOKENS], [], told)
-    return RecordIndex(source, [TOKENS], sized, np.array(left_out, np.int64))
+    return RecordIndex(sized, [TOKENS], np.array(left_out, np.int64))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@
 A format of chunks describes the *decoded shard*: the decoded chunks of a shard, back to back. A
 decoded chunk has its fields one after the other, and each field the values of all rows. So a row
 is byte ranges again, and all that batches are made of works as for other formats. Only two things
-differ. A read of a decoded shard has its chunk decoded first (`datasets.decoded`), and a block of
-the cache and of the order `block` is a chunk.
+differ. A read of a decoded shard has its chunk decoded first (`datasets.made_shards`), and a block
+of the cache and of the order `block` is a chunk.
 
 Where the rows of ragged fields begin is found when the shards are scanned, with the same code that
 decodes them later. A chunk that decodes to other lengths than then is refused.

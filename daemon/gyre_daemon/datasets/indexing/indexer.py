@@ -31,7 +31,6 @@ from gyre_daemon.datasets.dataset import (
     fingerprint_ranges,
     sample_ranges,
 )
-from gyre_daemon.datasets.decoded import DecodedStorage, Decoders, DecodingRoom
 from gyre_daemon.datasets.fields import chosen_fields, with_lengths
 from gyre_daemon.datasets.filters import apply_filter, asked_of, numbered
 from gyre_daemon.datasets.formats import FieldSpec, Format, ListedFormat, SampleIndex, shown_format
@@ -66,6 +65,7 @@ from gyre_daemon.datasets.indexing.unpacked import (
     unpacked_name,
 )
 from gyre_daemon.datasets.known_formats import FORMATS, make_format
+from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards, places_of
 from gyre_daemon.datasets.scanning import ScanProcesses
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
@@ -406,12 +406,12 @@ def behind_cache(
     """
     cache = node_cache if opening.config.cache else None
     if chunks := chunks_of(index):
-        decoded = DecodedStorage(storage, chunks, index.digest(), decoding)
+        decoded = decoded_shards(storage, chunks, index.digest(), decoding)
         if cache is None:
             return decoded
         size = int(chunks.chunk_bytes.max())
         identity = f"{opening.identity} decoded"
-        return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
+        return CachedStorage(decoded, identity, cache, lambda _: places_of(chunks), size)
     if cache is None:
         return storage
 
@@ -478,7 +478,7 @@ class CorruptFinder:
             )
         decoded: DecodedShards | None = None
         if chunks := chunks_of(index):
-            storage = DecodedStorage(served, chunks, index.digest(), self._decoding)
+            storage = decoded_shards(served, chunks, index.digest(), self._decoding)
             decoded = DecodedShards(storage, chunks, index)
         corrupt = [
             CorruptRecord(

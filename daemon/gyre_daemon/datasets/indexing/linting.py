@@ -14,7 +14,6 @@ import numpy as np
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks import CheckedShard, DecodedShards
-from gyre_daemon.datasets.decoded import DecodedStorage
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
@@ -23,6 +22,7 @@ from gyre_daemon.datasets.formats.union_index import with_fields, with_folders
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
+from gyre_daemon.datasets.made_shards import decoded_shards
 from gyre_daemon.datasets.shard_worker import CheckMedia
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
@@ -166,7 +166,7 @@ def _decoded_of(
     """The shards as their chunks are decoded; None where samples are no rows of chunks."""
     if not (chunks := chunks_of(index)):
         return None
-    storage = DecodedStorage(shards, chunks, index.digest(), indexer.decoding)
+    storage = decoded_shards(shards, chunks, index.digest(), indexer.decoding)
     return DecodedShards(storage, chunks, index)
 
 

@@ -29,7 +29,7 @@ from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow, compute
 from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.measured import Lengths
+from gyre_daemon.transforms.made_samples import Lengths
 
 SUFFIX = ".gyre-columns"
 _VERSION, _CODES, _TEXTS, _ENDS = "column/1", "values", "texts", "ends"

@@ -8,17 +8,15 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks import CorruptRecord, CorruptReports, check_limit
 from gyre_daemon.datasets.dataset import shard_bounds
-from gyre_daemon.datasets.formats import stored_fields
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.shard_worker import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
@@ -33,9 +31,14 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
 from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.fetching.portions import PortionPlan, PortionReader
+from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
+from gyre_daemon.storage.base import Draws
+from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.kept import KeptDataset
-from gyre_daemon.transforms.measured import Lengths
+from gyre_daemon.transforms.made_samples import Lengths
 
 _SUFFIX = ".gyre-lengths"
 # Samples whose places are looked up together.
@@ -45,77 +48,6 @@ _LENGTHS, _VERSION, _VERSION_WITH_FAILURES = "lengths", "lengths/1", "lengths an
 # enough that the portions of jobs have their turns soon.
 _MAX_PORTIONS = 32
 _Key = tuple[int, str, str, bool, range | None]
-_Record = npt.NDArray[np.uint8]
-
-
-class HeldRecords:
-    """Records by the ids of their samples.
-
-    Attributes:
-        has_room: whether the last one found room.
-    """
-
-    def __init__(self, dataset: TransformedDataset, cache: NodeCache) -> None:
-        """Hold nothing yet.
-
-        Args:
-            dataset: whose records they are.
-            cache: lends the memory.
-        """
-        self._cache, self.has_room = cache, True
-        self._records: dict[int, _Record] = {}
-        self._lent_bytes: dict[int, int] = {}
-        stored = [spec.name for spec in stored_fields(dataset.source.fields)]
-        passed = stored_fields(dataset.fields[len(dataset.made) :])
-        self._passed = [stored.index(spec.name) for spec in passed]
-        self._element_bytes = np.array([spec.element_bytes for spec in dataset.made], np.int64)
-        self._ragged = [column for column, spec in enumerate(dataset.made) if spec.ragged]
-
-    def hold(self, portion: ReadPortion, lengths: Int64Array, num_kept: int) -> None:
-        """Copy the first samples of a portion out of its room.
-
-        Args:
-            portion: that was measured.
-            lengths: int64 [n, R], the lengths found.
-            num_kept: how many samples the process says are there.
-        """
-        elements = np.ones((len(lengths), len(self._element_bytes)), np.int64)
-        elements[:, self._ragged] = lengths
-        ends = portion.room.start + np.cumsum((elements * self._element_bytes).sum(axis=1))
-        fitting = int(np.searchsorted(ends, portion.room.stop, side="right"))
-        memory, begin = portion.exchange.memory, portion.room.start
-        stored = portion.staged.destinations[:, self._passed].tolist()
-        ids = portion.plan.sample_ids[: max(0, min(num_kept, fitting))].tolist()
-        for row, (sample_id, end) in enumerate(zip(ids, ends.tolist(), strict=False)):
-            places = [(begin, end), *stored[row]]
-            num_bytes = sum(stop - at for at, stop in places)
-            self.has_room = self._cache.lend(num_bytes)
-            if not self.has_room:
-                return
-            parts = [memory[at:stop] for at, stop in places]
-            self._records[sample_id] = np.concatenate(parts)
-            self._lent_bytes[sample_id] = num_bytes
-            begin = end
-
-    def take(self, sample_id: int) -> _Record | None:
-        """A record, which is held no longer; None if it is not there."""
-        self.hand_over([sample_id])
-        return self._records.pop(sample_id, None)
-
-    def hand_over(self, sample_ids: Iterable[int]) -> None:
-        """Give back the memory of records that the cache is about to take."""
-        for sample_id in sample_ids:
-            if num_bytes := self._lent_bytes.pop(sample_id, 0):
-                self._cache.take_back(num_bytes)
-
-    def ids(self) -> Int64Array:
-        """Int64, whose records are held, ascending."""
-        return np.array(sorted(self._records), np.int64)
-
-    def release(self) -> None:
-        """Hold nothing any more."""
-        self.hand_over([*self._lent_bytes])
-        self._records.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +59,7 @@ class ShardPart:
         reader: of the dataset.
         shard: its number.
         ids: int64 [n], of its samples.
-        goes_on, held: see `Measuring`.
+        goes_on: see `Measuring`.
         advance: is told how many samples were measured, with each portion.
     """
 
@@ -136,7 +68,6 @@ class ShardPart:
     shard: int
     ids: Int64Array
     goes_on: bool
-    held: HeldRecords | None
     advance: Callable[[int], None]
 
 
@@ -198,8 +129,7 @@ class ShardMeasurer:
                     draws = Draws.first(its.stop - its.start)
                     into = _Into(lengths, failures, begin + its.start)
                     await room.acquire()
-                    keeps = bool(part.held and part.held.has_room)
-                    plan = PortionPlan(some[its], draws, extents.part(its), begin, None, keeps)
+                    plan = PortionPlan(some[its], draws, extents.part(its), begin, None)
                     tasks.create_task(self._portion(part, plan, into, room))
         return lengths, sorted(failures, key=lambda each: each.sample)
 
@@ -230,10 +160,7 @@ class ShardMeasurer:
         reader, claims = part.reader, Claims(self._flow, plan.urgency)
         try:
             async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
-                lengths, num_kept = await reader.measure(portion, claims)
-                into[:] = lengths
-                if part.held:
-                    part.held.hold(portion, lengths, num_kept)
+                into[:], _ = await reader.measure(portion, claims)
         except ExceptionGroup as errors:  # of records that are made before they are kept
             raise first_error(errors) from errors
 
@@ -313,7 +240,6 @@ class Measuring(SharedWork[Measured]):
         num_in_shard: that are measured of the shard in hand.
         num_known: of the shards that had been measured before.
         num_waiting: who waits for it.
-        held: samples made meanwhile, where they are wanted; for the first that takes it.
     """
 
     goes_on: bool = False
@@ -324,7 +250,6 @@ class Measuring(SharedWork[Measured]):
     num_in_shard: int = 0
     num_known: int = 0
     num_waiting: int = 0
-    held: HeldRecords | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -334,17 +259,6 @@ class Measuring(SharedWork[Measured]):
     def advance(self, num: int) -> None:
         """Some samples of the shard in hand are measured."""
         self.num_in_shard += num
-
-    def take_held(self) -> HeldRecords | None:
-        """The held samples; whoever takes them releases them."""
-        held, self.held = self.held, None
-        return held
-
-    def release_if_unwanted(self) -> None:
-        """Hold nothing once it is over and nobody waits."""
-        if self.held and self.is_over and not self.num_waiting:
-            self.held.release()
-            self.held = None
 
 
 class Measurer:
@@ -360,7 +274,6 @@ class Measurer:
         sidecars: SidecarStore,
         threads: FairExecutor,
         reports: CorruptReports,
-        cache: NodeCache | None,
     ) -> None:
         """Measure nothing yet.
 
@@ -368,20 +281,16 @@ class Measurer:
             sidecars: keep the lengths.
             threads: the daemon's.
             reports: of samples that cannot be transformed and that others replace.
-            cache: the node's.
         """
         self.threads, self._reports = threads, reports
         self.columns = ColumnReader(sidecars, threads)
-        self._cache = cache
         self._shards = ShardMeasurer(sidecars)
         self._measurings: WorkByKey[_Key, Measuring] = WorkByKey()
 
     async def measured(
-        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
+        self, dataset: TransformedDataset, config: DatasetConfig
     ) -> TransformedDataset:
         """The dataset with the lengths of its samples; waits until all are measured.
-
-        Where the caller `keeps` what is made, it has what is held, too, and must release that.
 
         A caller that no longer waits does not stop the measuring, unless there are many such ones
         (`WorkByKey`). Where others replace corrupt samples, they replace those that cannot be
@@ -394,10 +303,9 @@ class Measurer:
         """
         if not is_measured(dataset, config):
             return dataset
-        async for measuring in self.progress(dataset, config, keeps=keeps):
+        async for measuring in self.progress(dataset, config):
             if measuring.task and measuring.task.done():
-                found = with_measured(dataset, config, measuring.task.result())
-                return replace(found, held=measuring.take_held()) if keeps else found
+                return with_measured(dataset, config, measuring.task.result())
         raise AssertionError("measuring ends with a result")
 
     @property
@@ -410,7 +318,6 @@ class Measurer:
         dataset: TransformedDataset,
         config: DatasetConfig,
         *,
-        keeps: bool = False,
         shards: range | None = None,
     ) -> AsyncIterator[Measuring]:
         """The state of the measuring, whenever it has moved; at last its task is done.
@@ -419,14 +326,13 @@ class Measurer:
             GyreError: as `measured`.
         """
         goes_on = config.on_corrupt == "replace"
-        measuring = self._begun(dataset, goes_on=goes_on, keeps=keeps, shards=shards)
+        measuring = self._begun(dataset, goes_on=goes_on, shards=shards)
         measuring.num_waiting += 1
         try:
             async for each in measuring.states():
                 yield each
         finally:
             measuring.num_waiting -= 1
-            measuring.release_if_unwanted()
 
     def close(self) -> None:
         """Stop all measurements and reads; shards that are done stay so."""
@@ -438,7 +344,6 @@ class Measurer:
         dataset: TransformedDataset,
         *,
         goes_on: bool,
-        keeps: bool,
         shards: range | None,
     ) -> Measuring:
         key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on, shards
@@ -446,8 +351,6 @@ class Measurer:
         def begin() -> Measuring:
             measuring = Measuring(len(dataset.shards), goes_on=goes_on, dataset=dataset.name)
             measuring.num_total = dataset.index.num_samples
-            if keeps and self._cache:
-                measuring.held = HeldRecords(dataset, self._cache)
             measuring.begin(
                 self._measure(dataset, measuring, shards), partial(self._ended, key, measuring)
             )
@@ -457,7 +360,6 @@ class Measurer:
 
     def _ended(self, key: _Key, measuring: Measuring) -> None:
         """One that failed is tried again by the next that asks."""
-        measuring.release_if_unwanted()
         if measuring.has_failed:
             self._measurings.forget(key, measuring)
 
@@ -475,9 +377,7 @@ class Measurer:
                 continue
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
-            part = ShardPart(
-                dataset, reader, shard, ids, measuring.goes_on, measuring.held, measuring.advance
-            )
+            part = ShardPart(dataset, reader, shard, ids, measuring.goes_on, measuring.advance)
             lengths[ids], found, was_kept = await self._shards.measured(part)
             listed = dataset.shards[shard]
             failures += [
@@ -513,7 +413,7 @@ def with_measured(
     Raises:
         CorruptSample: too many samples cannot be transformed.
     """
-    before = dataset.source.failed if isinstance(dataset.source, KeptDataset) else NO_SAMPLES
+    before = dataset.source.failed
     if found.failures or len(before):
         num_before, num_samples = len(dataset.corrupt), dataset.index.num_samples
         if found.failures:

@@ -14,7 +14,6 @@ from gyre_daemon.datasets.filters import asked_of
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD
-from gyre_daemon.fetching.made import MadeSources
 from gyre_daemon.fetching.measuring.columns import ColumnReading, LateFilters
 from gyre_daemon.fetching.measuring.lengths import (
     Measured,
@@ -24,12 +23,17 @@ from gyre_daemon.fetching.measuring.lengths import (
     with_measured,
 )
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
+from gyre_daemon.fetching.records import MadeSources
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor
 from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import STEP as CACHE
 from gyre_daemon.transforms.kept import KeptDataset
+from gyre_daemon.storage.base import Draws
+from gyre_daemon.storage.delays import Delays
+from gyre_daemon.transforms.declared import TransformedDataset, Transforms
+from gyre_daemon.transforms.made_samples import STEP as CACHE
 from gyre_daemon.transforms.messages import Kind
 
 # The first samples, which both make in a fraction of a second. More would delay the first job.
@@ -141,10 +145,10 @@ class DatasetOpener:
         return dataset
 
     async def _measured(
-        self, dataset: Made, config: DatasetConfig, *, needs_lengths: bool = True
-    ) -> Made:
+        self, dataset: Dataset, config: DatasetConfig, *, needs_lengths: bool = True
+    ) -> Dataset:
         """See `Measurer.measured`; what `cache` keeps was measured before it became records."""
-        if isinstance(dataset, KeptDataset):
+        if not isinstance(dataset, TransformedDataset):
             return dataset
         if not needs_lengths and self._late.lengths_of(dataset) is None:
             limited = dataset.with_limits()
@@ -153,12 +157,12 @@ class DatasetOpener:
         return await self._measured_chain(dataset, config)
 
     async def _measured_chain(
-        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
+        self, dataset: TransformedDataset, config: DatasetConfig
     ) -> TransformedDataset:
         """See `Measurer.measured`; a filter may have measured the samples already."""
         lengths = self._late.lengths_of(dataset)
         if lengths is None:
-            return await self._measurer.measured(dataset, config, keeps=keeps)
+            return await self._measurer.measured(dataset, config)
         return with_measured(dataset, config, Measured(lengths, []))
 
     async def reading(self, name: str, config: DatasetConfig) -> AsyncIterator[ColumnReading]:
@@ -193,9 +197,7 @@ class DatasetOpener:
         before = await self._transforms.before_cache(documents, config.transforms)
         if before and _must_be_ready(*before):
             prefix = await self._engines.fastest(before[0])
-            async for measuring in self._progress(prefix, config, keeps=True):
-                if measuring.is_over:  # held samples become records
-                    await self._fastest(config, documents, config.transforms, by_client=False)
+            async for measuring in self._progress(prefix, config):
                 yield measuring
         dataset = await self._fastest(config, documents, config.transforms, by_client=False)
         if isinstance(dataset, TransformedDataset):
@@ -232,13 +234,10 @@ class DatasetOpener:
         dataset: TransformedDataset,
         config: DatasetConfig,
         *,
-        keeps: bool = False,
         shards: range | None = None,
     ) -> AsyncIterator[Measuring]:
         if is_measured(dataset, config):
-            async for measuring in self._measurer.progress(
-                dataset, config, keeps=keeps, shards=shards
-            ):
+            async for measuring in self._measurer.progress(dataset, config, shards=shards):
                 yield measuring
 
     async def _transformed(
@@ -248,7 +247,7 @@ class DatasetOpener:
         tables: Sequence[Mapping[str, Any]],
         *,
         by_client: bool,
-    ) -> Made:
+    ) -> Dataset:
         documents = await self._catalog.open(name, replace(config, pack=None))
         return await self._fastest(config, documents, tables, by_client=by_client)
 
@@ -259,7 +258,7 @@ class DatasetOpener:
         tables: Sequence[Mapping[str, Any]],
         *,
         by_client: bool,
-    ) -> Made:
+    ) -> Dataset:
         ready = partial(self._ready, config)
         dataset = await self._transforms.apply(
             documents,
@@ -268,7 +267,7 @@ class DatasetOpener:
             by_client=by_client,
             height=mixture_height(config, self._catalog.datasets),
         )
-        if isinstance(dataset, KeptDataset):
+        if not isinstance(dataset, TransformedDataset):
             return dataset
         return await self._engines.fastest(dataset)
 
@@ -281,7 +280,7 @@ class DatasetOpener:
         """Results of the transforms before `cache`, by their engine, measured; see `Ready`."""
         prefix = await self._engines.fastest(prefix)
         if _must_be_ready(prefix, is_last):
-            return await self._measured_chain(prefix, config, keeps=True)
+            return await self._measured_chain(prefix, config)
         return prefix
 
 

@@ -146,18 +146,6 @@ class NodeCache:
             else:
                 self._begin(volume, block, flow, _AFTER_ALL_READS, None)
 
-    def lend(self, num_bytes: int) -> bool:
-        """Let somebody else use free memory until `take_back`; False if there is not so much."""
-        if not self._placement.in_memory.fits(num_bytes):
-            return False
-        self._placement.in_memory.limit_bytes -= num_bytes
-        return True
-
-    def take_back(self, num_bytes: int) -> None:
-        """The cache uses memory again that was lent."""
-        self._placement.in_memory.limit_bytes += num_bytes
-        self._freed.set()
-
     async def close(self) -> None:
         """Stop fetching and writing, and release the folder of the disk cache."""
         tasks = [fetch.task for fetch in self._fetching.values()]

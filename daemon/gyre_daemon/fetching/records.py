@@ -1,31 +1,31 @@
-"""The storage of records; see [Note: How transformed samples are cached] in `transforms.kept`.
+"""Records: the made shard of what transforms make of each sample.
 
-A read has its samples transformed; where transforms draw random numbers, with the seed and the
-epochs that it brings: see [Note: Samples of sources that depend on chance] in `storage.base`. Reads
-that come at the same time, as those of a cache do, which fetches block by block, are transformed
-together, at the first turn of the jobs that wait for any of them.
+The step `cache` reads them through the node cache, and a mixture reads the results of its sources'
+transforms there; see [Note: How transformed samples are cached] in `transforms.made_samples`. Where
+transforms draw random numbers, a record depends on the seed and the epoch that a read brings: see
+[Note: Samples of sources that depend on chance] in `storage.base`. Reads that come at the same
+time, as those of a cache do, which fetches block by block, are made together, at the first turn of
+the jobs that wait for any of them.
 """
 
 import asyncio
 import contextlib
 import hashlib
-import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.errors import StorageUnavailable
+from gyre_daemon.datasets.made_shards import CellMemory, CellReads, MadeStorage
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import (
     BlockCache,
@@ -41,25 +41,25 @@ from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.gather import memory_at
 from gyre_daemon.storage.open_shards import ShardChecksums
+from gyre_daemon.storage.base import BlockCache, Draws, Reads, Storage
+from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.cache.cached import CachedStorage
+from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
-from gyre_daemon.transforms.kept import (
+from gyre_daemon.transforms.declared import TransformedDataset, Transforms
+from gyre_daemon.transforms.made_samples import (
     RECORD_BLOCKS,
-    Held,
-    KeptDataset,
     RecordIndex,
     as_records,
-    kept_as,
     record_shard,
+    records_of,
 )
 from gyre_daemon.transforms.transform import Cost
 
 _Record = npt.NDArray[np.uint8]
-# Blocks that are read at once to be kept: they are twice in memory meanwhile.
-_FILLED_AT_ONCE_BYTES = 4 << 20
 # Samples that are transformed together: as many as a worker is given at once.
 _MAX_TOGETHER: dict[Cost, int] = {"light": 512, "heavy": 16, "slow": 1}
-Tables = Sequence[Mapping[str, Any]]
 
 
 class CachedRecords(CachedStorage):
@@ -74,40 +74,16 @@ class CachedRecords(CachedStorage):
 def keep_records(
     cache: NodeCache, threads: FairExecutor, prefix: Dataset, index: RecordIndex, shard: Shard
 ) -> Storage:
-    """The storage of records, behind the node's cache; see `transforms.kept.Keep`."""
+    """The storage of records, behind the node's cache; see `transforms.made_samples.Keep`."""
     assert isinstance(prefix, TransformedDataset)
-    records = MadeStorage(prefix, index, shard, threads)
 
     def block_map(size: int) -> BlockMap:
         table = index.blocks(size)
         borders = index.starts[table.first_sample(np.arange(table.num_blocks + 1))]
         return BlockMap(np.zeros_like(borders[1:]), borders[:-1], borders[1:])
 
-    cached = CachedRecords(records, shard.name, cache, block_map, RECORD_BLOCKS)
-    if prefix.held:
-        records.begin(_fill(cached, index, prefix.held), "keep records")
-    return cached
-
-
-async def _fill(cached: CachedRecords, index: RecordIndex, held: Held) -> None:
-    """Read the blocks once of which all records are held: so the cache has them."""
-    try:
-        table = index.blocks(RECORD_BLOCKS)
-        first = table.first_sample(np.arange(table.num_blocks + 1))
-        is_there = np.diff(index.starts) == 0
-        is_there[held.ids()] = True
-        whole = np.flatnonzero(np.logical_and.reduceat(is_there, first[:-1]))
-        begin, end = index.starts[first[whole]], index.starts[first[whole + 1]]
-        together = (np.cumsum(end - begin) - (end - begin)) // _FILLED_AT_ONCE_BYTES
-        for which in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(together)) + 1):
-            for block in whole[which].tolist():
-                held.hand_over(range(first[block], first[block + 1]))
-            memories = [np.empty(size, np.uint8) for size in (end - begin)[which].tolist()]
-            await cached.read(Reads.into(memories, [0] * len(which), begin[which].tolist()))
-    except Exception as error:  # jobs have these records made again, and get the error
-        log_event("records not kept", {"reason": error}, logging.WARNING)
-    finally:
-        held.release()
+    records = MadeStorage(RunChain(prefix, index, shard, threads), threads)
+    return CachedRecords(records, shard.name, cache, block_map, RECORD_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +96,12 @@ class _Wish:
     record: "asyncio.Future[_Record]"
 
 
-class MadeStorage:
-    """The records of a dataset, in one shard that nobody stores.
+class RunChain:
+    """The recipe of records: a cell is what transforms make of one sample.
 
     Attributes:
-        shards: that one.
+        shards: the one shard of all records.
     """
-
-    block_cache = None
-    checksums: ShardChecksums | None = None
-    is_node_local = False
 
     def __init__(
         self, prefix: TransformedDataset, index: RecordIndex, shard: Shard, threads: FairExecutor
@@ -143,7 +115,6 @@ class MadeStorage:
             threads: the daemon's.
         """
         self.shards: Sequence[Shard] = [shard]
-        self._bounds = ShardBounds(self.shards)
         self._starts = index.starts
         self._most = _MAX_TOGETHER[prefix.cost]
         self._threads = threads
@@ -151,67 +122,40 @@ class MadeStorage:
         self._is_drawn = bool(prefix.random or prefix.drawing)
         self._wishes: dict[tuple[Flow, int], list[_Wish]] = {}  # by job and seed
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held = prefix.held
 
-    def begin(self, work: Coroutine[None, None, None], name: str) -> None:
-        """Do something in the background."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def read(self, plan: ReadPlan) -> None:
-        """See `Storage.read`."""
-        reads = plan.part(slice(None))
-        self._bounds.check(reads)
-        reads, claims = reads.nonempty(), reads.claimed()
+    def split(self, reads: Reads) -> Iterable[CellReads]:
+        """See `Recipe.split`: all records of a read together."""
         pieces = pieces_of(reads, self._starts)
-        draws = (self._is_drawn and pieces.draws) or Draws.first(len(pieces))
+        if len(pieces):
+            yield CellReads(pieces.sample, pieces)
+
+    @asynccontextmanager
+    async def made(self, its: CellReads) -> AsyncIterator[CellMemory]:
+        """See `Recipe.made`."""
+        reads, num_records = its.reads, len(self._starts)
+        draws = (self._is_drawn and reads.draws) or Draws.first(len(reads))
         epochs, numbers = np.unique(draws.epochs, return_inverse=True)
-        keys, rows = np.unique(numbers * len(self._starts) + pieces.sample, return_inverse=True)
-        which, ids = np.divmod(keys, len(self._starts))
+        keys, rows = np.unique(numbers * num_records + its.cells, return_inverse=True)
+        which, ids = np.divmod(keys, num_records)
         pairs = zip(epochs[which].tolist(), ids.tolist(), strict=True)
+        claims = reads.claimed()
         wishes = [self._wish(draws.seed, epoch, number, claims) for epoch, number in pairs]
         records = await asyncio.gather(*wishes)
-        begins = pieces.start - self._starts[pieces.sample]
-        work = partial(self._copy, records, rows, begins, pieces)
-        await self._threads.run_of(claims, reads.num_bytes, work)
-
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`."""
-        raise StorageUnavailable("transformed samples are no file, and cannot be streamed")
-
-    def path(self, shard: int) -> str:
-        """See `Storage.path`."""
-        return self.shards[shard].name
-
-    def local_file(self, shard: int) -> LocalFile | None:
-        """See `Storage.local_file`: records are no files."""
-        return None
-
-    def _copy(
-        self, records: Sequence[_Record], rows: Int64Array, begins: Int64Array, reads: Reads
-    ) -> None:
-        """Copy parts of records to where they are wanted; runs in a thread."""
-        with reads.lease():
-            ranges = zip(
-                rows.tolist(), begins.tolist(), reads.size.tolist(), reads.target, strict=True
-            )
-            for row, begin, size, target in ranges:
-                memory_at(int(target), size)[:] = records[row][begin : begin + size].data
+        addresses = np.array([record.ctypes.data for record in records], np.uint64)
+        begins = (reads.start - self._starts[its.cells]).astype(np.uint64)
+        yield CellMemory(records, addresses[rows] + begins)
 
     def _wish(
         self, seed: int, epoch: int, sample_id: int, claims: Claims
     ) -> "asyncio.Future[_Record]":
         """A record, which is made with all that the same job asks for meanwhile."""
         wish = _Wish(sample_id, epoch, claims, asyncio.get_running_loop().create_future())
-        held = self._held.take(sample_id) if self._held else None
-        if held is not None:
-            wish.record.set_result(held)
-            return wish.record
         key = claims.first[0], seed
         if key not in self._wishes:
             self._wishes[key] = []
-            self.begin(self._make_all(*key), "make records")
+            task = asyncio.create_task(self._make_all(*key), name="make records")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self._wishes[key].append(wish)
         return wish.record
 
@@ -226,7 +170,7 @@ class MadeStorage:
     async def _make(self, seed: int, wishes: Sequence[_Wish]) -> None:
         """Make some records; one that cannot be made fails for those alone who asked for it."""
         try:
-            records = await self._made(seed, wishes)
+            records = await self._records(seed, wishes)
         except Exception as error:
             if len(wishes) > 1:
                 for wish in wishes:
@@ -242,8 +186,8 @@ class MadeStorage:
                 if not wish.record.done():
                     wish.record.set_result(record)
 
-    async def _made(self, seed: int, wishes: Sequence[_Wish]) -> Sequence[_Record]:
-        """Records that are made together; whoever needs one of them has all of them hastened."""
+    async def _records(self, seed: int, wishes: Sequence[_Wish]) -> Sequence[_Record]:
+        """Make records together; whoever needs one of them has all of them hastened."""
         claims = Claims(*wishes[0].claims.first)
         ids = np.array([[wish.sample_id for wish in wishes]], np.int64)
         plan = GroupPlan(0, ids, None, np.zeros(1, np.int64))
@@ -288,11 +232,10 @@ def pieces_of(reads: Reads, starts: Int64Array) -> Reads:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """One source that was made: its dataset, how, and the result."""
+    """One source that was made: how it was transformed, and the result."""
 
-    stored: Dataset
-    transformed: Made
-    made: KeptDataset
+    transformed: Dataset
+    made: Dataset
 
 
 class MadeSources:
@@ -308,42 +251,44 @@ class MadeSources:
         self._transforms, self._threads = transforms, threads
         self._made: dict[str, _Made] = {}
 
-    def of(self, name: str, dataset: Made, height: int) -> KeptDataset:
+    def of(self, name: str, dataset: Dataset, height: int) -> Dataset:
         """The results of a dataset's transforms, as a dataset of records.
 
         Args:
             name: of the source.
             dataset: transformed, and measured where that makes fields of different lengths.
-            height: how many mixtures lie below the source, one in another.
+            height: the depth of nested mixtures below the source.
         """
         last = self._made.get(name)
-        if last and _is_same(last, dataset):
+        if last and _are_same(last.transformed, dataset):
             return last.made
-        made = dataset if isinstance(dataset, KeptDataset) else self._make(dataset, height)
+        made = dataset
+        if isinstance(dataset, TransformedDataset):
+            made = self._make(dataset, height)
         both = f"{dataset.fingerprint} {dataset.transforms}".encode()
         fingerprint = hashlib.blake2b(both, digest_size=16, person=b"gyre.made").hexdigest()
         shards = made.storage.shards
         made = replace(made, shards=shards, fingerprint=fingerprint, transforms="", made=())
-        self._made[name] = _Made(dataset.stored, dataset, made)
+        self._made[name] = _Made(dataset, made)
         return made
 
-    def _make(self, dataset: TransformedDataset, height: int) -> KeptDataset:
+    def _make(self, dataset: TransformedDataset, height: int) -> Dataset:
         passed = dataset.fields[len(dataset.made) :]
         prefix = self._transforms.for_records(dataset.sized_fully(), height)
         prefix = replace(prefix, chosen=as_records(dataset.made, passed))
-        index = RecordIndex(dataset.source, prefix.fields, prefix.measured)
+        assert prefix.measured
+        index = RecordIndex(prefix.measured, prefix.fields)
         shard = record_shard(index, dataset.source, dataset.recipe)
-        storage = MadeStorage(prefix, index, shard, self._threads)
-        made = kept_as(dataset.source, prefix, index, storage)
-        return replace(made, drawing=(*dataset.drawing, *dataset.random))
+        storage = MadeStorage(RunChain(prefix, index, shard, self._threads), self._threads)
+        drawing = (*dataset.drawing, *dataset.random)
+        return replace(records_of(prefix, index, storage), drawing=drawing)
 
 
-def _is_same(last: _Made, dataset: Made) -> bool:
-    before = last.transformed
-    if isinstance(before, KeptDataset) or isinstance(dataset, KeptDataset):
+def _are_same(before: Dataset, dataset: Dataset) -> bool:
+    if not (isinstance(before, TransformedDataset) and isinstance(dataset, TransformedDataset)):
         return before is dataset
     return (
-        last.stored is dataset.stored
+        before.stored is dataset.stored
         and (before.recipe, before.transforms) == (dataset.recipe, dataset.transforms)
         and before.fingerprint == dataset.fingerprint
     )

@@ -1,18 +1,20 @@
-"""A storage of decoded shards; see [Note: Rows of chunks] in `formats.chunk_index`.
+"""Made shards: bytes that nobody stored, which a recipe makes when they are read.
 
-A read has its chunks fetched from the shards, by the storage that has these, and decoded by another
-process into memory that it shares with the daemon. From there the ranges are copied. Nothing is
-kept: that is what the node cache is for, whose blocks are whole chunks.
+[Note: Made shards] A made shard is a row of *cells*. A recipe knows their places and makes those
+touched by a read: it decodes a chunk of stored rows (`DecodeRows`), or runs the beginning of a
+chain of transforms on a sample (`fetching.records`). Cells are kept by the node cache and nowhere
+else. So memory, disk, eviction by next use and counters are the same as for any cached shard.
 """
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.chunk_index import Chunks
 from gyre_daemon.datasets.scanning import (
@@ -23,13 +25,16 @@ from gyre_daemon.datasets.scanning import (
     scanned,
 )
 from gyre_daemon.datasets.shard_worker import DecodeRequest
-from gyre_daemon.errors import CorruptSample
+from gyre_daemon.errors import CorruptSample, StorageUnavailable
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.open_shards import ShardChecksums
+from gyre_daemon.storage.checksums import ShardChecksums
+from gyre_daemon.storage.local.gather import Addresses, gather, is_allowed, memory_at
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,
@@ -49,6 +54,126 @@ _MAX_PROCESSES = 8
 # A chunk that is not decoded after this long never will be: the largest takes seconds. A shorter
 # time would fail chunks on a very busy machine.
 MAX_DECODE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class CellReads:
+    """n reads of at least one byte, each in one cell, whose cells are made together.
+
+    Attributes:
+        cells: int64 [n], the numbers of the cells.
+        reads: of the made shards.
+    """
+
+    cells: Int64Array
+    reads: Reads
+
+
+@dataclass(frozen=True, slots=True)
+class CellMemory:
+    """The memory with the bytes of n reads.
+
+    Attributes:
+        owner: keeps the memory as long as anything refers to it.
+        sources: uint64 [n], the address of the first byte of each read.
+    """
+
+    owner: object
+    sources: Addresses
+
+
+class Recipe(Protocol):
+    """How the cells of made shards are made.
+
+    Attributes:
+        shards: as large as they are made.
+    """
+
+    shards: Sequence[Shard]
+
+    def split(self, reads: Reads) -> Iterable[CellReads]:
+        """Group reads of at least one byte by the cells to make together."""
+
+    def made(self, its: CellReads) -> AbstractAsyncContextManager[CellMemory]:
+        """Make the cells of some reads, which stay inside the context.
+
+        Raises:
+            GyreError: a cell cannot be made.
+        """
+
+
+class MadeStorage:
+    """A `Storage` of made shards; it keeps nothing.
+
+    Attributes:
+        shards: as large as they are made.
+    """
+
+    block_cache = None
+
+    def __init__(
+        self, recipe: Recipe, threads: FairExecutor, stored: Storage | None = None
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            recipe: makes the cells.
+            threads: the daemon's.
+            stored: the shards that the made ones stand for, each for one; None for none.
+        """
+        self.shards = recipe.shards
+        self._recipe, self._threads, self._stored = recipe, threads, stored
+        self._bounds = ShardBounds(recipe.shards)
+        self._may_gather = is_allowed()
+
+    @property
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`."""
+        return self._stored is not None and self._stored.is_node_local
+
+    @property
+    def checksums(self) -> ShardChecksums | None:
+        """See `Storage.checksums`: of the shards as they are stored."""
+        return self._stored.checksums if self._stored else None
+
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`; each cell is made once for all of the plan."""
+        reads = plan.part(slice(None))
+        self._bounds.check(reads)
+        async with asyncio.TaskGroup() as tasks:
+            for its in self._recipe.split(reads.nonempty()):
+                tasks.create_task(self._read(its))
+
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`: the shard as it is stored."""
+        if self._stored is None:
+            raise StorageUnavailable("transformed samples are no file, and cannot be streamed")
+        return self._stored.stream(shard)
+
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        return self._stored.path(shard) if self._stored else self.shards[shard].name
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`: made shards are no files."""
+        return None
+
+    async def _read(self, its: CellReads) -> None:
+        reads = its.reads
+        async with self._recipe.made(its) as memory:
+            work = partial(self._copy, memory, reads)
+            await self._threads.run_of(reads.claimed(), reads.num_bytes, work)
+
+    def _copy(self, memory: CellMemory, reads: Reads) -> None:
+        """Copy parts of cells to where they are wanted; runs in a thread."""
+        with reads.lease():
+            if self._may_gather:
+                gather(memory.sources, reads.size, reads.target)
+                return
+            sources = memory.sources.tolist()
+            ranges = zip(sources, reads.size.tolist(), reads.target.tolist(), strict=True)
+            for source, size, target in ranges:
+                memory_at(target, size)[:] = memory_at(source, size)
 
 
 class Decoders:
@@ -121,6 +246,25 @@ class DecodingRoom:
         self.exchanges.close()
 
 
+def decoded_shards(
+    source: Storage, chunks: Chunks, digest: bytes, room: DecodingRoom
+) -> MadeStorage:
+    """The decoded shards of a dataset; see [Note: Rows of chunks] in `formats.chunk_index`.
+
+    Args:
+        source: the shards as they are stored.
+        chunks: of these.
+        digest: of the index whose samples they have.
+        room: the daemon's.
+    """
+    return MadeStorage(DecodeRows(source, chunks, digest, room), room.workers, source)
+
+
+def places_of(chunks: Chunks) -> BlockMap:
+    """The places of chunks in the decoded shards."""
+    return BlockMap.of(chunks.shard, chunks.base, chunks.base + chunks.chunk_bytes)
+
+
 class _Decoding:
     """A chunk in decoding, for all who read from it at the same time.
 
@@ -140,24 +284,18 @@ class _Decoding:
         self.unused = asyncio.Event()
 
 
-class DecodedStorage:
-    """The decoded shards of a dataset.
+class DecodeRows:
+    """The recipe of decoded shards: a cell is a chunk.
+
+    The chunk's pieces are fetched from the shards, and decoded by another process into memory that
+    it shares with the daemon.
 
     Attributes:
         shards: as large as they are decoded.
     """
 
-    block_cache = None
-
     def __init__(self, source: Storage, chunks: Chunks, digest: bytes, room: DecodingRoom) -> None:
-        """Decode nothing yet.
-
-        Args:
-            source: the shards as they are stored.
-            chunks: of these.
-            digest: of the index whose samples they have.
-            room: the daemon's.
-        """
+        """Decode nothing yet; see `decoded_shards`."""
         sizes = np.zeros(len(source.shards), np.int64)
         np.add.at(sizes, chunks.shard, chunks.chunk_bytes)
         self.shards: Sequence[Shard] = [
@@ -165,50 +303,20 @@ class DecodedStorage:
             for shard, size in zip(source.shards, sizes.tolist(), strict=True)
         ]
         self._source, self._chunks, self._room = source, chunks, room
-        self._bounds = ShardBounds(self.shards)
+        self._places = places_of(chunks)
         self._decodings: dict[int, tuple[_Decoding, asyncio.Task[None]]] = {}
-        self._may_gather = is_allowed()
 
-    @cached_property
-    def chunks(self) -> BlockMap:
-        """The places of the chunks in the decoded shards."""
-        its = self._chunks
-        return BlockMap.of(its.shard, its.base, its.base + its.chunk_bytes)
+    def split(self, reads: Reads) -> Iterable[CellReads]:
+        """See `Recipe.split`: each chunk by itself."""
+        chunks = self._places.blocks_of(reads)
+        for chunk in np.unique(chunks).tolist():
+            some = chunks == chunk
+            yield CellReads(chunks[some], reads.part(some))
 
-    @property
-    def is_node_local(self) -> bool:
-        """See `Storage.is_node_local`."""
-        return self._source.is_node_local
-
-    @property
-    def checksums(self) -> ShardChecksums | None:
-        """See `Storage.checksums`: of the shards as they are stored."""
-        return self._source.checksums
-
-    async def read(self, plan: ReadPlan) -> None:
-        """See `Storage.read`; each chunk is decoded once for all of the plan."""
-        reads = plan.part(slice(None))
-        self._bounds.check(reads)
-        reads = reads.nonempty()
-        chunks = self.chunks.blocks_of(reads)
-        async with asyncio.TaskGroup() as group:
-            for chunk in np.unique(chunks).tolist():
-                group.create_task(self._read_chunk(chunk, reads.part(chunks == chunk)))
-
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`: the shard as it is stored."""
-        return self._source.stream(shard)
-
-    def path(self, shard: int) -> str:
-        """See `Storage.path`."""
-        return self._source.path(shard)
-
-    def local_file(self, shard: int) -> LocalFile | None:
-        """See `Storage.local_file`: decoded shards are no files."""
-        return None
-
-    async def _read_chunk(self, chunk: int, reads: Reads) -> None:
-        """Do reads from one chunk."""
+    @asynccontextmanager
+    async def made(self, its: CellReads) -> AsyncIterator[CellMemory]:
+        """See `Recipe.made`; reads of several jobs share a chunk in decoding."""
+        chunk, reads = int(its.cells[0]), its.reads
         claims = reads.claimed()
         if chunk not in self._decodings:
             decoding = _Decoding(Claims(reads.flow, reads.urgency))
@@ -218,8 +326,9 @@ class DecodedStorage:
         decoding.num_readers += 1
         try:
             with claims.told(decoding.claims.join):
-                exchange = await asyncio.shield(decoding.ready)
-            await self._copy(chunk, exchange, decoding.target, reads)
+                memory = (await asyncio.shield(decoding.ready)).memory
+            begins = reads.start - int(self._chunks.base[chunk]) + decoding.target
+            yield CellMemory(memory, begins.astype(np.uint64) + np.uint64(memory.ctypes.data))
         finally:
             decoding.num_readers -= 1
             if not decoding.num_readers:
@@ -269,20 +378,3 @@ class DecodedStorage:
         except Exception as error:
             if not decoding.ready.done():
                 decoding.ready.set_exception(error)
-
-    async def _copy(self, chunk: int, exchange: Exchange, target: int, reads: Reads) -> None:
-        """Copy ranges of a decoded chunk, in a thread."""
-        memory = exchange.memory
-        begin = reads.start - int(self._chunks.base[chunk]) + target
-        sources = begin.astype(np.uint64) + np.uint64(memory.ctypes.data)
-        work = partial(self._copy_all, memory, sources, reads)
-        await self._room.workers.run(reads.flow, reads.num_bytes, reads.urgency, work)
-
-    def _copy_all(self, _owner: object, sources: npt.NDArray[np.uint64], reads: Reads) -> None:
-        with reads.lease():
-            if self._may_gather:
-                gather(sources, reads.size, reads.target)
-                return
-            ranges = zip(sources.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
-            for source, size, target in ranges:
-                memory_at(target, size)[:] = memory_at(source, size)

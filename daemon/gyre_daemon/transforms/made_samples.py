@@ -1,18 +1,16 @@
-"""Samples that the node's cache keeps as the first transforms of a chain make them.
+"""Samples as transforms make them: their lengths, and the records that the node's cache keeps.
 
 [Note: How transformed samples are cached] The step `cache` cuts a chain in two. The transforms
 before it draw no random numbers, so their output for a sample is the same for every seed, epoch and
-job. This output is a record, and all records form one large virtual shard: reading from it runs the
-transforms. The node's cache is in front of it. A block of the cache is one record if all records
-have one size, else a few consecutive records. So memory, disk, eviction by next use and counters
-are those of any cached shard. The transforms behind the step read their samples there, as from a
-dataset; where none follows, batches are read there.
+job. This output is a record, and all records form one large made shard (`datasets.made_shards`):
+reading from it runs the transforms. The node's cache is in front of it. A block of the cache is one
+record if all records have one size, else a few consecutive records. The transforms behind the step
+read their samples there, as from a dataset; where none follows, batches are read there.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +46,85 @@ RECORD_BLOCKS = 1
 # cache keeps some arrays of all of them.
 _BLOCK_BYTES, _MAX_BLOCKS = 64 << 10, 1 << 17
 _AT_ONCE = 1 << 16  # samples whose sizes are looked up together
+Lengths = npt.NDArray[np.int32]
 
 
-class RecordIndex:
-    """A `SampleIndex` of the records of one dataset.
+class MeasuredIndex(SampleIndex):
+    """A `SampleIndex` of transformed samples: it knows their lengths, and no place in storage.
+
+    Attributes:
+        lengths: int32 [N, R], the elements of each ragged output field.
+    """
+
+    def __init__(
+        self,
+        source: SampleIndex,
+        source_fields: Sequence[FieldSpec],
+        made: Sequence[FieldSpec],
+        passed: Sequence[FieldSpec],
+        lengths: Lengths,
+    ) -> None:
+        """Look at no sample yet.
+
+        Args:
+            source: the samples as they are stored.
+            source_fields: theirs.
+            made: the fields that transforms make.
+            passed: the fields that stay as they are.
+            lengths: of the ragged ones of `made`.
+        """
+        self._source, self._fields, self.lengths = source, [*made, *passed], lengths
+        self._made_ragged = [place for place, spec in enumerate(made) if spec.ragged]
+        self._element_bytes = np.array([spec.element_bytes for spec in made], np.int64)
+        names = [spec.name for spec in stored_fields(source_fields)]
+        self._passed = [names.index(spec.name) for spec in stored_fields(passed)]
+        self._passed_bytes = np.array(  # of those that are not ragged; -1 for the others
+            [-1 if spec.ragged else spec.element_bytes for spec in stored_fields(passed)], np.int64
+        )
+        names = [spec.name for spec in indexed_fields(source_fields)]
+        self._indexed = [names.index(spec.name) for spec in indexed_fields(passed)]
+        self._bounds = located_bounds(self)
+
+    @property
+    def num_samples(self) -> int:
+        """See `SampleIndex.num_samples`."""
+        return self._source.num_samples
+
+    @property
+    def fields(self) -> Sequence[FieldSpec]:
+        """See `SampleIndex.fields`."""
+        return self._fields
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """The bytes of the fields; where they are stored is known to the other index alone."""
+        found = self._source.locate(sample_ids)
+        elements = np.ones((len(sample_ids), len(self._element_bytes)), np.int64)
+        elements[:, self._made_ragged] = self.lengths[sample_ids]
+        passed = found.tensor_bytes[:, self._passed]
+        passed = np.where(self._passed_bytes < 0, passed, self._passed_bytes)
+        sizes = np.hstack((elements * self._element_bytes, passed))
+        indexed = tuple(found.indexed[column] for column in self._indexed)
+        return Extents(found.shard, np.zeros_like(sizes), sizes, indexed=indexed)
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`."""
+        return self._bounds.largest(num_samples)
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`: those of the stored samples, so that orders are the same."""
+        return self._source.blocks(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`: of the stored samples where nothing was measured."""
+        if not self.lengths.shape[1]:
+            return self._source.digest()
+        digest = hashlib.blake2b(b"measured" + self._source.digest(), digest_size=16)
+        digest.update(self.lengths.astype("<i4").data)
+        return digest.digest()
+
+
+class RecordIndex(SampleIndex):
+    """A `SampleIndex` of the records of one dataset, back to back in one shard.
 
     Attributes:
         starts: int64 [N + 1], where each begins, and the end of the last.
@@ -59,124 +132,81 @@ class RecordIndex:
 
     def __init__(
         self,
-        source: Dataset,
+        sized: SampleIndex,
         fields: Sequence[FieldSpec],
-        sized: SampleIndex | None = None,
         left_out: Int64Array = NO_SAMPLES,
     ) -> None:
         """Lay out the records.
 
         Args:
-            source: the samples as they are stored.
+            sized: the samples as they are made, with the sizes of the fields.
             fields: of the records.
-            sized: knows their sizes; None where all records have one size.
             left_out: int64 [L], samples that are never read. Where sizes differ, their records are
                 empty, so that they need not be made.
         """
-        self.fields = fields
-        self._source, self._sized, self._left_out = source.index, sized, left_out
-        self._sizes = np.array([spec.element_bytes for spec in stored_fields(fields)], np.int64)
+        self._sized, self._fields = sized, fields
+        self._differ = any(spec.ragged for spec in fields)
+        self._left_out = left_out if self._differ else NO_SAMPLES
         self.starts = self._find_starts()
         self._bounds = located_bounds(self)
-        names = [spec.name for spec in indexed_fields(source.fields)]
-        self._indexed = [names.index(spec.name) for spec in indexed_fields(fields)]
         self._records = BlockTables(self._cut)
 
     @property
     def num_samples(self) -> int:
         """See `SampleIndex.num_samples`."""
-        return self._source.num_samples
+        return self._sized.num_samples
+
+    @property
+    def fields(self) -> Sequence[FieldSpec]:
+        """See `SampleIndex.fields`."""
+        return self._fields
 
     def locate(self, sample_ids: Int64Array) -> Extents:
         """See `SampleIndex.locate`."""
-        size = self._sizes_of(sample_ids)
+        found = self._sized.locate(sample_ids)
+        size = self._without_left_out(sample_ids, found.size)
         start = self.starts[sample_ids][:, None] + np.cumsum(size, axis=1) - size
-        indexed: tuple[np.ndarray[tuple[int, ...], np.dtype[np.generic]], ...] = ()
-        if self._indexed:
-            values = self._source.locate(sample_ids).indexed
-            indexed = tuple(values[column] for column in self._indexed)
-        return Extents(np.zeros(len(sample_ids), np.int64), start, size, indexed=indexed)
+        return Extents(np.zeros(len(sample_ids), np.int64), start, size, indexed=found.indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
-        return self._bounds.largest(num_samples) if self._sized else 0
+        return self._bounds.largest(num_samples) if self._differ else 0
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: those of the stored samples, so that orders are the same."""
         if io_block_bytes == RECORD_BLOCKS:
             return self._records.of(io_block_bytes)
-        return self._source.blocks(io_block_bytes)
+        return self._sized.blocks(io_block_bytes)
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
-        left_out = self._left_out.astype("<i8").tobytes() if self._sized else b""
-        return b"records" + (self._sized or self._source).digest() + left_out
+        return b"records" + self._sized.digest() + self._left_out.astype("<i8").tobytes()
 
-    def _sizes_of(self, sample_ids: Int64Array) -> Int64Array:
-        """Int64 [n, F], the bytes of each field without an index."""
-        if self._sized:
-            sizes = self._sized.locate(sample_ids).tensor_bytes
-            return np.where(np.isin(sample_ids, self._left_out)[:, None], 0, sizes)
-        return np.broadcast_to(self._sizes, (len(sample_ids), len(self._sizes)))
+    def _without_left_out(self, sample_ids: Int64Array, size: Int64Array) -> Int64Array:
+        if not len(self._left_out):
+            return size
+        return np.where(np.isin(sample_ids, self._left_out)[:, None], 0, size)
 
     def _find_starts(self) -> Int64Array:
+        if not self._differ:
+            record = sum(spec.element_bytes for spec in stored_fields(self._fields))
+            return np.arange(self.num_samples + 1, dtype=np.int64) * record
         sizes = [np.zeros(1, np.int64)]
         for begin in range(0, self.num_samples, _AT_ONCE):
             ids = np.arange(begin, min(begin + _AT_ONCE, self.num_samples))
-            sizes.append(self._sizes_of(ids).sum(axis=1))
+            its = self._without_left_out(ids, self._sized.locate(ids).size)
+            sizes.append(its.sum(axis=1))
         return np.cumsum(np.concatenate(sizes))
 
     def _cut(self, size: int) -> BlockTable:
         """The blocks of the cache; none is without bytes, unless all records are."""
-        if not self._sized:
+        if not self._differ:
             return blocks_of_equal_samples(np.array([self.num_samples]), size, size)
         last_byte = max(int(self.starts[-1]) - 1, 0)
         block_bytes = max(_BLOCK_BYTES, last_byte // _MAX_BLOCKS + 1)
         block = np.minimum(self.starts[:-1], last_byte) // block_bytes
         begins = np.diff(block, prepend=-1, append=block[-1:] + 1)
         return blocks_that_begin_at(np.flatnonzero(begins))
-
-
-class Held(Protocol):
-    """Records that were made before the cache could take them; each is handed out once."""
-
-    def ids(self) -> Int64Array:
-        """Int64, the samples whose records are held, ascending."""
-
-    def hand_over(self, sample_ids: Iterable[int]) -> None:
-        """Give back the memory of records that the cache is about to take."""
-
-    def take(self, sample_id: int) -> npt.NDArray[np.uint8] | None:
-        """A record, which is held no longer; None if it is not there."""
-
-    def release(self) -> None:
-        """Hold nothing any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptDataset(Dataset):
-    """A dataset whose samples are records that the cache keeps.
-
-    Attributes:
-        source: the samples as they are stored.
-        made: the fields that transforms made, which come first; empty where those behind it, or a
-            mixture, do not ask.
-        failed: int64 [C], the samples that could not be transformed and that others replace.
-    """
-
-    source: Dataset
-    made: Sequence[FieldSpec] = ()
-    failed: Int64Array = field(default_factory=lambda: NO_SAMPLES, repr=False)
-
-    @property
-    def stored(self) -> Dataset:
-        """See `Dataset.stored`."""
-        return self.source.stored
-
-    @property
-    def num_made(self) -> int:
-        """See `Dataset.num_made`."""
-        return len(self.made)
 
 
 def cut(steps: Sequence[Step], random: Sequence[int], drawing: Sequence[str] = ()) -> int:
@@ -240,30 +270,21 @@ def record_shard(index: RecordIndex, source: Dataset, recipe: bytes) -> Shard:
 Keep = Callable[["Dataset", RecordIndex, Shard], Storage]
 
 
-def kept(prefix: Dataset, source: Dataset, recipe: bytes, keep: Keep) -> KeptDataset:
-    """The samples that the transforms before `cache` make, as a dataset.
+def records_of(prefix: Dataset, index: RecordIndex, storage: Storage) -> Dataset:
+    """The records of transformed samples as a dataset.
 
     Args:
-        prefix: as these transforms make them, with the fields of records.
-        source: the samples as they are stored.
-        recipe: of these transforms.
-        keep: makes the storage.
+        prefix: as transforms make them, with the fields of records.
+        index: of the records.
+        storage: of the records.
     """
-    differ = any(spec.ragged for spec in prefix.fields)
-    sized = prefix.sized if differ else None
-    index = RecordIndex(source, prefix.fields, sized, prefix.corrupt)
-    shard = record_shard(index, source, recipe)
-    found = kept_as(source, prefix, index, keep(prefix, index, shard))
-    return replace(
-        found,
-        transform_names=(*prefix.transform_names, STEP),
-        made=prefix.fields[: prefix.num_made],
-        failed=np.setdiff1d(prefix.corrupt, source.corrupt),
-    )
-
-
-def kept_as(source: Dataset, prefix: Dataset, index: RecordIndex, storage: Storage) -> KeptDataset:
-    """The same, with the storage of its records."""
     values = {name: getattr(prefix, name) for name in Dataset.__dataclass_fields__}
-    values |= {"index": index, "storage": storage, "chosen": prefix.fields}
-    return KeptDataset(**values, source=source)
+    assert prefix.source
+    values |= {
+        "index": index,
+        "storage": storage,
+        "chosen": prefix.fields,
+        "made": prefix.fields[: prefix.num_made],
+        "failed": np.setdiff1d(prefix.corrupt, prefix.source.corrupt),
+    }
+    return Dataset(**values)
