@@ -22,8 +22,8 @@ from gyre_daemon.errors import (
     StorageUnavailable,
     first_error,
 )
-from gyre_daemon.fetching.measuring.lengths import Measurer
-from gyre_daemon.fetching.measuring.opening import DatasetOpener
+from gyre_daemon.fetching.columns import Measurer
+from gyre_daemon.fetching.dataset_opener import DatasetOpener
 from gyre_daemon.fetching.records import keep_records
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.ownership import NotOurs, check_folder

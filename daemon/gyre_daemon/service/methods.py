@@ -18,7 +18,7 @@ from gyre_daemon.datasets.fields import LengthHistogram, length_histograms
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
-from gyre_daemon.fetching.measuring.lengths import Measurer
+from gyre_daemon.fetching.columns import Measurer
 from gyre_daemon.fetching.range_reader import RangeReader
 from gyre_daemon.monitoring.metrics import WindowTimes
 from gyre_daemon.runtime.events import audit_event, log_event

@@ -15,9 +15,11 @@ from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.indexing.shards import IndexProgress
 from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import InvalidRequest, NotAllowed, Overloaded, UnknownDataset
-from gyre_daemon.fetching.measuring.columns import ColumnReading
 from gyre_daemon.fetching.measuring.lengths import Measurer, Measuring
 from gyre_daemon.fetching.measuring.opening import DatasetOpener
+from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
+from gyre_daemon.fetching.columns import Measurer
+from gyre_daemon.fetching.dataset_opener import DatasetOpener
 from gyre_daemon.order.cursor import skipping, with_weights
 from gyre_daemon.service import requests
 from gyre_daemon.service.guard import audit_hidden
@@ -340,7 +342,7 @@ def _from_progress(progress: IndexProgress) -> pb.IndexProgress:
     )
 
 
-def _from_reading(reading: ColumnReading) -> pb.IndexProgress:
+def _from_reading(reading: Measuring) -> pb.IndexProgress:
     """The progress after more shards of a column were read."""
     column = pb.ColumnProgress(
         name=reading.name, shards_done=reading.num_done, num_reused=reading.num_reused

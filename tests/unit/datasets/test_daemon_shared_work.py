@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 from gyre_daemon.errors import StorageUnavailable
-from gyre_daemon.fetching.measuring.shared_work import SharedWork, WorkByKey
+from gyre_daemon.fetching.shared_work import SharedWork, WorkByKey
 
 NUM = 4
 
@@ -96,26 +95,15 @@ def test_a_failure_is_told_to_all() -> None:
     asyncio.run(run())
 
 
-@dataclass(slots=True)
-class Wanted(SharedWork[None]):
-    """Work that knows whether somebody waits."""
-
-    num_waiting: int = 0
-
-    @property
-    def is_wanted(self) -> bool:
-        return bool(self.num_waiting)
-
-
 def test_of_work_that_nobody_waits_for_only_the_last_goes_on() -> None:
     async def main() -> None:
-        found: WorkByKey[int, Wanted] = WorkByKey()
+        found: WorkByKey[int, SharedWork[None]] = WorkByKey()
 
         async def forever() -> None:
             await asyncio.Event().wait()
 
-        def begun(number: int, num_waiting: int) -> Wanted:
-            work = Wanted(1, num_waiting=num_waiting)
+        def begun(number: int, num_waiting: int) -> SharedWork[None]:
+            work: SharedWork[None] = SharedWork(1, num_waiting=num_waiting)
             work.begin(forever(), lambda: None)
             return work
 

@@ -18,13 +18,14 @@ Key = TypeVar("Key")
 
 @dataclass(slots=True)
 class SharedWork(Generic[Result]):
-    """The state of such work. Who no longer waits does not stop it.
+    """The state of such work. A caller that no longer waits does not stop it.
 
     Attributes:
         num_shards: of the dataset.
         num_done: shards that are done.
         num_reused: those of them whose results were stored before.
         shard: the name of the one done last.
+        num_waiting: callers that wait for it.
         task: does it; None before `begin`.
         moved: is set with each shard that is done, and at the end.
     """
@@ -33,6 +34,7 @@ class SharedWork(Generic[Result]):
     num_done: int = 0
     num_reused: int = 0
     shard: str = ""
+    num_waiting: int = 0
     task: "asyncio.Task[Result] | None" = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -55,11 +57,6 @@ class SharedWork(Generic[Result]):
         return bool(self.task and self.task.done())
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether somebody waits for it, as far as that is known."""
-        return True
-
-    @property
     def has_failed(self) -> bool:
         """Whether it is over without a result."""
         task = self.task
@@ -80,14 +77,29 @@ class SharedWork(Generic[Result]):
         """
         assert self.task
         over = False
-        while not over:
-            if not self.task.done():
-                self.moved.clear()
-                await self.moved.wait()
-            over = self.task.done()
-            if over:
-                self.task.result()
-            yield self
+        self.num_waiting += 1
+        try:
+            while not over:
+                if not self.task.done():
+                    self.moved.clear()
+                    await self.moved.wait()
+                over = self.task.done()
+                if over:
+                    self.task.result()
+                yield self
+        finally:
+            self.num_waiting -= 1
+
+    async def result(self) -> Result:
+        """Wait for the result.
+
+        Raises:
+            GyreError: as the work.
+        """
+        assert self.task
+        async for _ in self.states():
+            pass
+        return self.task.result()
 
 
 Work = TypeVar("Work", bound=SharedWork[Any])
@@ -116,7 +128,7 @@ class WorkByKey(Generic[Key, Work]):
 
     def _stop_unwanted(self) -> None:
         found = self._found.items()
-        unwanted = [each for each, its in found if not its.is_over and not its.is_wanted]
+        unwanted = [each for each, its in found if not its.is_over and not its.num_waiting]
         for each in unwanted[: max(0, len(unwanted) - _MAX_UNWANTED)]:
             if task := self._found.pop(each).task:
                 task.cancel()

@@ -1,8 +1,11 @@
-"""Opens datasets as their definitions or their jobs want them: transformed, measured, packed."""
+"""Opens datasets as their definitions or their jobs want them.
+
+In this order: transformed, measured, filtered by what only samples or lengths tell, and packed.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,18 +13,17 @@ import numpy as np
 
 from gyre_daemon.config import DatasetConfig, mixture_height
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.filters import asked_of
+from gyre_daemon.datasets.filters import Asked, apply_late, asked_of
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
-from gyre_daemon.fetching.fetch import NOTHING_AHEAD
-from gyre_daemon.fetching.measuring.columns import ColumnReading, LateFilters
-from gyre_daemon.fetching.measuring.lengths import (
+from gyre_daemon.fetching.columns import (
     Measured,
     Measurer,
     Measuring,
     is_measured,
     with_measured,
 )
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.fetching.records import MadeSources
 from gyre_daemon.runtime.events import log_event
@@ -30,16 +32,21 @@ from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import STEP as CACHE
 from gyre_daemon.transforms.kept import KeptDataset
+from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, compute
 from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.made_samples import STEP as CACHE
+from gyre_daemon.transforms.made_samples import Lengths
 from gyre_daemon.transforms.messages import Kind
 
 # The first samples, which both make in a fraction of a second. More would delay the first job.
 _NUM_SAMPLES = 1000
 _MAX_KEPT = 64  # decisions, each a few words
 _Key = tuple[int, str, str]
+# Takes a dataset as it is stored; returns it with the transforms of its definition, measured, and
+# nothing cached: a filtered dataset has other records than the whole.
+Measure = Callable[[DatasetConfig, Dataset], Awaitable[TransformedDataset]]
 
 
 class DatasetOpener:
@@ -59,7 +66,7 @@ class DatasetOpener:
         self._engines = EngineVerifier(transforms, measurer.threads)
         self._sources = MadeSources(transforms, measurer.threads)
         catalog.open_source = self._open_source
-        self._late = LateFilters(measurer.columns, self._measured_documents)
+        self._late = LateFilters(measurer, self._measured_documents)
         catalog.filter_late = self._late.of
 
     @property
@@ -165,7 +172,7 @@ class DatasetOpener:
             return await self._measurer.measured(dataset, config)
         return with_measured(dataset, config, Measured(lengths, []))
 
-    async def reading(self, name: str, config: DatasetConfig) -> AsyncIterator[ColumnReading]:
+    async def reading(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
         """Read the columns that the filter of a dataset compares; they wait for it in memory.
 
         Nothing is yielded where it compares none that the index does not know.
@@ -226,18 +233,17 @@ class DatasetOpener:
         documents = replace(config, pack=None)
         dataset = await self.unmeasured(name, documents, tables, by_client=declared is not None)
         if isinstance(dataset, TransformedDataset):
-            async for measuring in self._progress(dataset, config, shards=shards):
+            async for measuring in self._progress(dataset, config, shards):
                 yield measuring
 
     async def _progress(
         self,
         dataset: TransformedDataset,
         config: DatasetConfig,
-        *,
         shards: range | None = None,
     ) -> AsyncIterator[Measuring]:
         if is_measured(dataset, config):
-            async for measuring in self._measurer.progress(dataset, config, shards=shards):
+            async for measuring in self._measurer.progress(dataset, config, shards):
                 yield measuring
 
     async def _transformed(
@@ -290,6 +296,116 @@ def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
     Records of one size are tried by the transforms behind them, if there are any.
     """
     return is_last or bool(prefix.made_ragged)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filtered:
+    """A dataset that was filtered: which one, how, and its rest.
+
+    Attributes:
+        transforms: tells the transforms whose lengths were compared; empty for none.
+        lengths: of the remaining samples under these, by field.
+    """
+
+    stored: Dataset
+    config: DatasetConfig
+    left: Dataset
+    transforms: str = ""
+    lengths: Mapping[str, Lengths] = field(default_factory=dict)
+
+
+class LateFilters:
+    """Filters each dataset once, and again when it or its definition is another."""
+
+    def __init__(self, columns: Measurer, measure: Measure) -> None:
+        """Filter nothing yet.
+
+        Args:
+            columns: reads stored columns.
+            measure: see `Measure`.
+        """
+        self._columns, self._measure = columns, measure
+        self._kept: dict[str, _Filtered] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def of(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
+        """The dataset with the samples that its filter leaves.
+
+        Args:
+            name: of the dataset in the catalog.
+            config: of the dataset.
+            dataset: as it is stored; filtered already, where the index knows all that is compared.
+
+        Raises:
+            ConfigError: the filter does not fit, or leaves none.
+            GyreError: a value that it compares cannot be read.
+        """
+        asked = _asked(config, dataset)
+        if not asked:
+            return dataset
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            kept = self._kept.get(name)
+            if kept is None or kept.stored is not dataset or not _alike(kept.config, config):
+                kept = await self._filter(asked, config, dataset)
+                self._kept[name] = kept
+            return kept.left
+
+    async def reading(self, config: DatasetConfig, dataset: Dataset) -> AsyncIterator[Measuring]:
+        """Reads the columns that a filter compares, and says how far that is; `of` takes them.
+
+        Raises:
+            GyreError: as `of`.
+        """
+        for name in _asked(config, dataset).columns:
+            async for each in self._columns.reading(dataset, name):
+                yield each
+
+    def lengths_of(self, dataset: TransformedDataset) -> Lengths | None:
+        """Known lengths of a filtered dataset's samples under its transforms."""
+        names = [spec.name for spec in dataset.made_ragged]
+        for kept in self._kept.values():
+            is_its = kept.left is dataset.stored and kept.transforms == dataset.transforms
+            if is_its and names and kept.lengths.keys() >= set(names):
+                return np.stack([kept.lengths[name] for name in names], axis=1)
+        return None
+
+    async def _filter(self, asked: Asked, config: DatasetConfig, dataset: Dataset) -> _Filtered:
+        columns = [await self._columns.read(dataset, name) for name in asked.columns]
+        lengths: dict[str, Lengths] = {}
+        transforms = ""
+        if asked.lengths and config.transforms:
+            measured = await self._measure(config, dataset)
+            transforms = measured.transforms
+            for place, spec in enumerate(measured.made_ragged if measured.measured else ()):
+                lengths[spec.name] = measured.measured.lengths[:, place]  # type: ignore[union-attr]
+        made = {
+            name: each.astype(np.int64) for name, each in lengths.items() if name in asked.lengths
+        }
+        left, ids = await compute(apply_late, dataset, config.filter, columns, made)
+        if lengths and config.on_corrupt != "replace":
+            some = {name: each[ids] for name, each in lengths.items()}
+            return _Filtered(dataset, config, left, transforms, some)
+        return _Filtered(dataset, config, left)
+
+
+def _asked(config: DatasetConfig, dataset: Dataset) -> Asked:
+    """The columns and lengths that a filter needs and the index lacks.
+
+    Raises:
+        ConfigError: the dataset may grow, and it asks for anything.
+    """
+    asked = asked_of(config.filter, dataset.fields)
+    if asked and config.append:
+        raise ConfigError(
+            f"the filter {config.filter!r:.200} compares values that only the samples have, and a "
+            "dataset with `append` is filtered by its index alone. Leave one of them out."
+        )
+    return asked
+
+
+def _alike(first: DatasetConfig, second: DatasetConfig) -> bool:
+    keys = ("filter", "transforms", "on_corrupt", "max_corrupt")
+    return all(getattr(first, key) == getattr(second, key) for key in keys)
 
 
 class EngineVerifier:

@@ -1,0 +1,603 @@
+"""Finds columns of datasets, each once: stored values, and the lengths that transforms give.
+
+Filters, packing, balance and buckets compare a column of all samples. Values of a stored field are
+read, and lengths come from running a chain of transforms once on each sample. Both are found shard
+by shard, by the same work for all that wait, and each shard's part is kept in a sidecar. This
+belongs to the shard as it is, to the field or the chain, and to the samples that a filter left. So
+the next daemon looks only at shards that are new or have changed.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks import CorruptRecord, CorruptReports, check_limit
+from gyre_daemon.datasets.dataset import Dataset, shard_bounds
+from gyre_daemon.datasets.filters import TEXT, Column, Values
+from gyre_daemon.datasets.formats import Extents, FieldSpec, stored_fields
+from gyre_daemon.datasets.formats.base import Arrays, array_of
+from gyre_daemon.datasets.shard_worker import Damage, from_arrays, to_arrays
+from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+from gyre_daemon.errors import ConfigError, CorruptSample, first_error
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Fetch, Fetcher
+from gyre_daemon.fetching.layout import LayoutMaker
+from gyre_daemon.fetching.portions import PortionPlan, PortionReader, Staging
+from gyre_daemon.fetching.shared_work import SharedWork, WorkByKey
+from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.steps import GroupPlan
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
+from gyre_daemon.storage.base import Draws
+from gyre_daemon.storage.delays import Delays
+from gyre_daemon.transforms.declared import TransformedDataset
+from gyre_daemon.transforms.made_samples import Lengths
+
+# Samples whose places are looked up together.
+_AT_ONCE = 1 << 16
+# Samples of a stored field that are read at once; their bytes are bounded too.
+_READ_AT_ONCE, _MAX_READ_BYTES = 1 << 14, 16 << 20
+# Different texts of a column. A filter compares it with a few of them; a column of documents, where
+# all differ, is a mistake that would take the memory of the whole dataset.
+_MAX_TEXTS, _MAX_TEXT_BYTES = 1 << 16, 256
+# Portions that are under way at once: enough for all processes while others are read, and few
+# enough that the portions of jobs have their turns soon.
+_MAX_PORTIONS = 32
+_CODES, _TEXTS, _ENDS, _LENGTHS = "values", "texts", "ends", "lengths"
+_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Measuring(SharedWork[Any]):
+    """The finding of one column of a dataset, or of the lengths that a chain gives its samples.
+
+    Attributes:
+        name: of the stored field; empty for lengths.
+        dataset: its name.
+        num_total: all samples.
+        began_s: a time of the monotonic clock.
+        num_samples: of the shards that are done.
+        num_in_shard: that are measured of the shard in hand.
+        num_known: of the shards whose part was kept before.
+    """
+
+    name: str = ""
+    dataset: str = ""
+    num_total: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    num_samples: int = 0
+    num_in_shard: int = 0
+    num_known: int = 0
+
+    def advance(self, num: int) -> None:
+        """Some samples of the shard in hand are measured."""
+        self.num_in_shard += num
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The measured lengths of a dataset.
+
+    Attributes:
+        lengths: of all samples; 0 for those that are corrupt.
+        failures: the samples that cannot be transformed, in the order of their ids.
+    """
+
+    lengths: Lengths
+    failures: list[CorruptRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Samples of one shard, by their ids."""
+
+    shard: int
+    ids: Int64Array
+
+
+_Parts = Sequence[tuple[_Part, Arrays]]
+
+
+class _Source(Protocol):
+    """A column, and how the part of each shard is found.
+
+    Attributes:
+        dataset: whose shards are gone through.
+        identity: tells the column from others of the dataset.
+        version: of the sidecars.
+        suffix: of the sidecars.
+        event: the line of the log for each shard.
+        facts: of that line.
+    """
+
+    dataset: Dataset
+    identity: bytes
+    version: str
+    suffix: str
+    event: str
+    facts: Mapping[str, str]
+
+    def places(self, sample_ids: Int64Array) -> Extents:
+        """Where samples are stored, which the sidecars belong to."""
+
+    def ids(self, first: int, stop: int) -> Int64Array:
+        """Those of the samples `[first, stop)` that the column has."""
+
+    def check(self, part: _Part, arrays: Arrays) -> None:
+        """Refuse stored arrays that cannot be this part's, with a ValueError."""
+
+    async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
+        """The part, to be stored; `advance` is told of samples as they are done."""
+
+    async def joined(self, parts: _Parts, *, are_all: bool) -> object:
+        """The column of all parts, or of those of some shards."""
+
+
+class Measurer:
+    """Finds columns and lengths; all jobs that want one wait for the same work.
+
+    Attributes:
+        threads: the daemon's.
+    """
+
+    def __init__(
+        self, sidecars: SidecarStore, threads: FairExecutor, reports: CorruptReports
+    ) -> None:
+        """Find nothing yet.
+
+        Args:
+            sidecars: keep the parts.
+            threads: the daemon's.
+            reports: of samples that cannot be transformed and that others replace.
+        """
+        self._sidecars, self.threads, self._reports = sidecars, threads, reports
+        self._works: WorkByKey[_Key, Measuring] = WorkByKey()
+
+    async def read(self, dataset: Dataset, name: str) -> Column:
+        """The values of a stored field of all samples; they are not kept in memory any longer.
+
+        Raises:
+            ConfigError: it is neither one number for each sample nor a text, or has too many
+                different texts.
+            GyreError: a shard cannot be read.
+        """
+        key, reading = self._reading(dataset, name)
+        column: Column = await reading.result()
+        self._works.forget(key, reading)
+        return column
+
+    def reading(self, dataset: Dataset, name: str) -> AsyncIterator[Measuring]:
+        """The state of the reading, whenever it has moved. The values are kept for `read`.
+
+        Raises:
+            GyreError: as `read`.
+        """
+        return self._reading(dataset, name)[1].states()
+
+    async def measured(
+        self, dataset: TransformedDataset, config: DatasetConfig
+    ) -> TransformedDataset:
+        """The dataset with the lengths of its samples; waits until all are measured.
+
+        A caller that no longer waits does not stop the measuring, unless there are many such ones
+        (`WorkByKey`). Where others replace corrupt samples, they replace those that cannot be
+        transformed, too.
+
+        Raises:
+            CorruptSample: a sample cannot be transformed, and none replaces it, or more cannot than
+                `max_corrupt` allows; names the first.
+            GyreError: a shard cannot be read, or no process can be started.
+        """
+        if not is_measured(dataset, config):
+            return dataset
+        found: Measured = await self._measuring(dataset, config, None).result()
+        return with_measured(dataset, config, found)
+
+    def progress(
+        self, dataset: TransformedDataset, config: DatasetConfig, shards: range | None = None
+    ) -> AsyncIterator[Measuring]:
+        """The state of the measuring, whenever it has moved; at last its task is done.
+
+        Args:
+            dataset: to be measured.
+            config: of the dataset.
+            shards: measure these alone; None for all.
+
+        Raises:
+            GyreError: as `measured`.
+        """
+        return self._measuring(dataset, config, shards).states()
+
+    @property
+    def under_way(self) -> list[Measuring]:
+        """The measurements of lengths under way."""
+        return [each for each in self._works.all if not each.is_over and not each.name]
+
+    def close(self) -> None:
+        """Stop all work; shards that are done stay so."""
+        self._works.close()
+
+    def _reading(self, dataset: Dataset, name: str) -> tuple[_Key, Measuring]:
+        key = id(dataset.storage), dataset.fingerprint, name
+        begin = partial(_StoredField, dataset, name, self.threads)
+        return key, self._begun(key, begin, name=name)
+
+    def _measuring(
+        self, dataset: TransformedDataset, config: DatasetConfig, shards: range | None
+    ) -> Measuring:
+        goes_on = config.on_corrupt == "replace"
+        key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on, shards
+        reports = self._reports if goes_on else None
+        return self._begun(key, partial(_MadeLengths, dataset, self.threads, reports), shards)
+
+    def _begun(
+        self,
+        key: _Key,
+        source_of: Callable[[], _Source],
+        shards: range | None = None,
+        name: str = "",
+    ) -> Measuring:
+        def begin() -> Measuring:
+            source = source_of()
+            dataset = source.dataset
+            num_total = dataset.stored.index.num_samples
+            work = Measuring(
+                len(dataset.shards), name=name, dataset=dataset.name, num_total=num_total
+            )
+            work.begin(self._find(source, work, shards), partial(self._ended, key, work))
+            return work
+
+        return self._works.begun(key, begin)
+
+    def _ended(self, key: _Key, work: Measuring) -> None:
+        """One that failed is tried again by the next that asks."""
+        if work.has_failed:
+            self._works.forget(key, work)
+
+    async def _find(self, source: _Source, work: Measuring, shards: range | None) -> object:
+        """The column of all shards, or of some."""
+        dataset, parts, num_shards = source.dataset, [], len(source.dataset.shards)
+        bounds = await compute(shard_bounds, dataset.stored.index, num_shards)
+        for shard, (first, stop) in enumerate(pairwise(bounds.tolist())):
+            if shards is None or shard in shards:
+                part = _Part(shard, source.ids(first, stop))
+                arrays, was_kept = await self._part(source, part, work.advance)
+                parts.append((part, arrays))
+                work.num_known += (stop - first) * was_kept
+                work.after(dataset.shards[shard].name, was_kept=was_kept)
+                if not was_kept:
+                    facts = {"shard": work.shard, "done": f"{shard + 1}/{num_shards}"}
+                    log_event(source.event, {"dataset": dataset.name, **source.facts, **facts})
+            work.num_samples, work.num_in_shard = stop, 0
+        return await source.joined(parts, are_all=shards is None)
+
+    async def _part(
+        self, source: _Source, part: _Part, advance: Callable[[int], None]
+    ) -> tuple[Arrays, bool]:
+        """The part of one shard, and whether it was kept before."""
+        suffix, kind = await compute(_identities, source, part)
+        listed = source.dataset.shards[part.shard]
+        key = SidecarKey(source.dataset.uri, listed.name, listed.size_bytes, listed.version, kind)
+        sidecars = self._sidecars.sibling(suffix)
+        arrays = await sidecars.load(key, None, partial(source.check, part))
+        if arrays is not None:
+            return arrays, True
+        try:
+            arrays = await source.find(part, advance)
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        await sidecars.try_to_save(key, None, arrays)
+        return arrays, False
+
+
+def _identities(source: _Source, part: _Part) -> tuple[str, str]:
+    """The suffix of a column's sidecars, and the kind of that of these samples."""
+    column = hashlib.blake2b(source.identity, digest_size=8).hexdigest()
+    samples = hashlib.blake2b(source.identity, digest_size=16)
+    for begin in range(0, len(part.ids), _AT_ONCE):
+        extents = source.places(part.ids[begin : begin + _AT_ONCE])
+        samples.update(extents.start.astype("<i8").tobytes())
+        samples.update(extents.size.astype("<i8").tobytes())
+    return f".{column}{source.suffix}", f"{source.version} {samples.hexdigest()}"
+
+
+class _StoredField:
+    """The values of a stored field: numbers as they are, texts as numbers of the different ones."""
+
+    version, suffix, event = "column/1", ".gyre-columns", "column read"
+
+    def __init__(self, dataset: Dataset, name: str, threads: FairExecutor) -> None:
+        """Read nothing yet.
+
+        Raises:
+            ConfigError: it is neither one number for each sample nor a text.
+        """
+        stored = stored_fields(dataset.fields)
+        self._column = [spec.name for spec in stored].index(name)
+        spec = stored[self._column]
+        is_text = spec.ragged and spec.dtype == np.uint8 and not spec.shape
+        if not is_text and (spec.ragged or spec.shape or spec.dtype.kind not in "biuf"):
+            raise ConfigError(
+                f"a filter compares {name!r:.100}, which is neither a number nor a text of each "
+                "sample; it can only compare its length"
+            )
+        self.dataset = replace(dataset, chosen=[spec])
+        self.identity = f"{spec.name} {spec.dtype.str} {spec.codec}".encode()
+        self.facts: Mapping[str, str] = {"column": name}
+        self._spec, self._is_text = spec, is_text
+        self._fetcher, self._flow = Fetcher(self.dataset, threads), Flow("columns")
+        self._layouts = LayoutMaker([spec])
+
+    def places(self, sample_ids: Int64Array) -> Extents:
+        """See `_Source.places`: of this field alone."""
+        found, which = self.dataset.index.locate(sample_ids), slice(self._column, self._column + 1)
+        return replace(
+            found,
+            start=found.start[:, which],
+            size=found.size[:, which],
+            lengths=None if found.lengths is None else found.lengths[:, which],
+            absent=None if found.absent is None else found.absent[:, which],
+            indexed=(),
+        )
+
+    def ids(self, first: int, stop: int) -> Int64Array:
+        """See `_Source.ids`: all."""
+        return np.arange(first, stop)
+
+    def check(self, part: _Part, arrays: Arrays) -> None:
+        """See `_Source.check`."""
+        num = len(part.ids)
+        if not self._is_text:
+            num_bytes = num * self._spec.dtype.itemsize
+            if array_of(arrays, _CODES, np.uint8, 1).shape != (num_bytes,):
+                raise ValueError("its values are not those of the shard's samples")
+            return
+        texts = array_of(arrays, _TEXTS, np.uint8, 1)
+        codes, ends = array_of(arrays, _CODES, np.int32, 1), array_of(arrays, _ENDS, np.int64, 1)
+        is_whole = len(codes) == num and (not num or 0 <= codes.min() <= codes.max() < len(ends))
+        if not is_whole or (np.diff(ends, prepend=0) < 0).any() or ends[-1:].sum() != len(texts):
+            raise ValueError("its texts are not those of the shard's samples")
+
+    async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
+        """See `_Source.find`.
+
+        Raises:
+            ConfigError: there are too many different texts, or some are too long.
+        """
+        found: list[_Bytes] = []
+        for first in range(0, len(part.ids), _READ_AT_ONCE):
+            ids = part.ids[first : first + _READ_AT_ONCE]
+            places = self.places(ids)
+            cuts = np.flatnonzero(np.diff(np.cumsum(places.tensor_bytes) // _MAX_READ_BYTES)) + 1
+            for begin, end in pairwise([0, *cuts.tolist(), len(ids)]):
+                its = places.part(slice(begin, end))
+                plan = GroupPlan(0, ids[None, begin:end], None, np.zeros(1, np.int64))
+                layout = self._layouts.make(plan, its.tensor_bytes)
+                memory = np.empty(layout.num_bytes, np.uint8)
+                fetch = Fetch(plan, its, layout)
+                await self._fetcher.fill(fetch, Staging.of(memory), self._flow)
+                found += [memory[at:end] for at, end in layout.destinations[:, 0].tolist()]
+                advance(end - begin)
+        if not self._is_text:  # sidecars have no floating-point numbers
+            return {_CODES: np.concatenate([np.empty(0, np.uint8), *found])}
+        samples = [each.tobytes() for each in found]
+        different = sorted(set(samples))
+        if len(different) > _MAX_TEXTS or max(map(len, different), default=0) > _MAX_TEXT_BYTES:
+            raise self._too_many()
+        numbers = {text: number for number, text in enumerate(different)}
+        return {
+            _CODES: np.array([numbers[text] for text in samples], np.int32),
+            _TEXTS: np.frombuffer(b"".join(different), np.uint8),
+            _ENDS: np.cumsum([len(text) for text in different], dtype=np.int64),
+        }
+
+    async def joined(self, parts: _Parts, *, are_all: bool) -> Column:
+        """See `_Source.joined`."""
+        name = self._spec.name
+        if not self._is_text:
+            dtype = self._spec.dtype
+            numbers = [arrays[_CODES].view(dtype) for _, arrays in parts]
+            spec = FieldSpec(name, dtype, (), ragged=False, codec="indexed")
+            return Column(spec, np.concatenate([np.empty(0, dtype), *numbers]))
+        texts = [np.empty(0, object), *(_texts(arrays) for _, arrays in parts)]
+        different, codes = np.unique(np.concatenate(texts), return_inverse=True)
+        if len(different) > _MAX_TEXTS:
+            raise self._too_many()
+        categories = tuple(each.decode(errors="replace") for each in different.tolist())
+        int64 = np.dtype(np.int64)
+        spec = FieldSpec(name, int64, (), ragged=False, codec="indexed", categories=categories)
+        return Column(replace(spec, media_type=TEXT), codes.astype(int64))
+
+    def _too_many(self) -> ConfigError:
+        return ConfigError(
+            f"a filter compares {self._spec.name!r:.100}, which has more than {_MAX_TEXTS} "
+            f"different texts, or some of more than {_MAX_TEXT_BYTES} bytes; it can only compare "
+            "its length"
+        )
+
+
+def _texts(arrays: Arrays) -> Values:
+    """The text of each sample."""
+    ends, whole = arrays[_ENDS].tolist(), arrays[_TEXTS].tobytes()
+    texts = [whole[begin:end] for begin, end in pairwise([0, *ends])]
+    words: Values = np.array([*texts, b""], object)[:-1]
+    return words[arrays[_CODES]]
+
+
+class _MadeLengths:
+    """The lengths that a chain gives to samples, and those that it cannot transform."""
+
+    suffix, event = ".gyre-lengths", "shard measured"
+
+    def __init__(
+        self, dataset: TransformedDataset, threads: FairExecutor, reports: CorruptReports | None
+    ) -> None:
+        """Measure nothing yet.
+
+        Args:
+            dataset: as it is transformed.
+            threads: the daemon's.
+            reports: gets the samples that cannot be transformed; None where the first is an error.
+        """
+        self.dataset: Dataset = dataset
+        self.facts: Mapping[str, str] = {}
+        self._reports = reports
+        self.version = "lengths and failures/1" if reports else "lengths/1"
+        # the recipe begins behind `cache`
+        self.identity = dataset.recipe + dataset.transforms.encode() + self.version.encode()
+        self._reader, self._flow = PortionReader(dataset, threads), Flow("measuring")
+        self._num_lengths = len(dataset.made_ragged)
+
+    def places(self, sample_ids: Int64Array) -> Extents:
+        """See `_Source.places`."""
+        return self.dataset.stored.index.locate(sample_ids)
+
+    def ids(self, first: int, stop: int) -> Int64Array:
+        """See `_Source.ids`: corrupt samples have no length."""
+        ids = np.arange(first, stop)
+        return ids[~np.isin(ids, self.dataset.corrupt)]
+
+    def check(self, part: _Part, arrays: Arrays) -> None:
+        """See `_Source.check`."""
+        found = array_of(arrays, _LENGTHS, np.int32, 2)
+        if found.shape != (len(part.ids), self._num_lengths) or (found < 0).any():
+            raise ValueError("its lengths are not those of the shard's samples")
+        if self._reports:
+            from_arrays(arrays, len(part.ids))
+
+    async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
+        """See `_Source.find`.
+
+        Raises:
+            CorruptSample: a sample cannot be transformed, and none replaces it.
+            GyreError: the shard cannot be read, or no process can be started.
+        """
+        ids = part.ids
+        lengths = np.zeros((len(ids), self._num_lengths), np.int32)
+        failures: list[Damage] = []
+        room = asyncio.Semaphore(_MAX_PORTIONS)
+
+        async def measure(begin: int, plan: PortionPlan) -> None:
+            try:
+                found = await self._measured(begin, plan, lengths[begin : begin + len(plan)])
+                failures.extend(found)
+                advance(len(plan))
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            for begin in range(0, len(ids), _AT_ONCE):
+                some = ids[begin : begin + _AT_ONCE]
+                extents = self.dataset.index.locate(some)
+                for its in self._reader.cut(extents, None):
+                    draws = Draws.first(its.stop - its.start)
+                    await room.acquire()
+                    plan = PortionPlan(some[its], draws, extents.part(its), begin, None)
+                    tasks.create_task(measure(begin + its.start, plan))
+        if not self._reports:
+            return {_LENGTHS: lengths}
+        return {_LENGTHS: lengths, **to_arrays(sorted(failures, key=lambda each: each.sample))}
+
+    async def _measured(self, first: int, plan: PortionPlan, into: Lengths) -> list[Damage]:
+        """Measure a portion; where failures are reported, the others go on without those samples.
+
+        Args:
+            first: the place of its first sample in the part.
+            plan: the portion.
+            into: int32 [n, R], gets the lengths.
+
+        Returns:
+            The failures, by their places in the part.
+        """
+        left, failures = [(0, len(plan))], list[Damage]()
+        while left:
+            begin, end = left.pop()
+            try:
+                into[begin:end] = await self._lengths_of(plan.part(slice(begin, end)))
+            except CorruptSample as error:
+                if not self._reports:
+                    raise
+                (found,) = np.nonzero(plan.sample_ids == int(error.facts["sample_id"]))
+                number = int(found[0])
+                failures.append(self._failure(first + number, error))
+                rest = (begin, number), (number + 1, end)
+                left += [(begin, end) for begin, end in rest if begin < end]
+        return failures
+
+    async def _lengths_of(self, plan: PortionPlan) -> Int64Array:
+        """Int64 [n, R], the lengths of the samples of a portion."""
+        claims = Claims(self._flow, plan.urgency)
+        try:
+            async with self._reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
+                lengths, _ = await self._reader.measure(portion, claims)
+                return lengths
+        except ExceptionGroup as errors:  # of records that are made before they are kept
+            raise first_error(errors) from errors
+
+    def _failure(self, place: int, error: CorruptSample) -> Damage:
+        """An error as damage of the shard, where it may name a file and a byte of that."""
+        extents = self.places(np.array([int(error.facts["sample_id"])]))
+        start, shard = int(extents.start[0, 0]), self.dataset.shards[int(extents.shard[0])]
+        offset = start - shard.place_of(start)[1] + int(error.facts["offset"])
+        by, reason = error.facts.get("transform"), str(error.facts["reason"])
+        return Damage(place, offset, f"{by}: {reason}" if by else reason)
+
+    async def joined(self, parts: _Parts, *, are_all: bool) -> Measured:
+        """See `_Source.joined`; failures of all shards are reported."""
+        dataset = self.dataset
+        shape = dataset.stored.index.num_samples, self._num_lengths
+        lengths = np.zeros(shape, np.int32)
+        failures: list[CorruptRecord] = []
+        for part, arrays in parts:
+            lengths[part.ids] = arrays[_LENGTHS]
+            listed = dataset.shards[part.shard]
+            failures += [
+                CorruptRecord(
+                    *listed.place_of(each.offset), int(part.ids[each.sample]), each.reason
+                )
+                for each in (from_arrays(arrays, len(part.ids)) if self._reports else ())
+            ]
+        if self._reports and are_all:
+            identity = f"{dataset.uri} {dataset.transforms}"
+            path = await self._reports.write(dataset.name, identity, failures)
+            if failures:
+                about = {"dataset": dataset.name, "samples": len(failures), "report": path}
+                log_event("samples cannot be transformed", about, logging.WARNING)
+        return Measured(lengths, failures)
+
+
+def is_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool:
+    """Whether each sample of a dataset is transformed once before it is served."""
+    return bool(dataset.made_ragged) or config.on_corrupt == "replace"
+
+
+def with_measured(
+    dataset: TransformedDataset, config: DatasetConfig, found: Measured
+) -> TransformedDataset:
+    """A dataset with its measured lengths.
+
+    Raises:
+        CorruptSample: too many samples cannot be transformed.
+    """
+    before = dataset.source.failed
+    if found.failures or len(before):
+        num_before, num_samples = len(dataset.corrupt), dataset.index.num_samples
+        if found.failures:
+            check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
+        failed = np.array([each.sample_id for each in found.failures], np.int64)
+        failed = np.union1d(before, failed)
+        # the replaced samples are part of the transforms: the data are the same
+        digest = hashlib.blake2b(dataset.transforms.encode(), digest_size=8)
+        digest.update(failed.astype("<i8").tobytes())
+        corrupt = np.union1d(dataset.corrupt, failed)
+        dataset = replace(dataset, corrupt=corrupt, transforms=digest.hexdigest())
+    return dataset.with_lengths(found.lengths) if dataset.made_ragged else dataset

@@ -1,1 +1,0 @@
-"""Reads a whole dataset once, before the jobs that need it."""
