@@ -104,6 +104,27 @@ class Filter:
             kept = np.asarray(self._compute(samples), np.bool_)
         return np.broadcast_to(kept, (len(extents.shard),))
 
+    def kept(self, num_samples: int, facts: Callable[[Int64Array], Extents]) -> Int64Array:
+        """The ids of all samples that are left, in rising order.
+
+        Args:
+            num_samples: N.
+            facts: takes sample ids and returns their lengths and values.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        parts = []
+        for begin in range(0, num_samples, _AT_ONCE):
+            ids = np.arange(begin, min(begin + _AT_ONCE, num_samples))
+            parts.append(ids[self(facts(ids))])
+        kept = np.concatenate(parts)
+        if not len(kept):
+            raise ConfigError(
+                f"the filter {self._text!r:.200} leaves none of {counted(num_samples, 'sample')}"
+            )
+        return kept
+
     def _condition(self, node: ast.expr) -> _Compute:
         """A condition."""
         match node:
@@ -243,15 +264,7 @@ def apply_filter(
         ConfigError: the filter does not fit the index, or leaves none.
     """
     passes = Filter(text, index.fields, [spec.name for spec in fields])
-    parts = []
-    for begin in range(0, index.num_samples, _AT_ONCE):
-        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
-        parts.append(ids[passes(index.locate(ids))])
-    kept = np.concatenate(parts)
-    if not len(kept):
-        raise ConfigError(
-            f"the filter {text!r:.200} leaves none of {counted(index.num_samples, 'sample')}"
-        )
+    kept = passes.kept(index.num_samples, index.locate)
     if len(kept) == index.num_samples:
         return index, kept
     return Filtered(index, kept, drops_chunks=True), kept
@@ -416,15 +429,15 @@ def apply_late(
     known = [*stored_fields(fields), *lengths, *indexed_fields(fields)]
     known += [column.field for column in columns]
     passes = Filter(text, known, [spec.name for spec in known])
-    parts = []
-    for begin in range(0, index.num_samples, _AT_ONCE):
-        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
-        parts.append(ids[passes(_wide(index, ids, columns, made))])
-    kept = np.concatenate(parts)
-    if not len(kept):
-        raise ConfigError(
-            f"the filter {text!r:.200} leaves none of {counted(index.num_samples, 'sample')}"
-        )
+
+    def facts(ids: Int64Array) -> Extents:
+        found = index.locate(ids)
+        more = [lengths[ids][:, None] for lengths in made.values()]
+        sizes = np.hstack((found.tensor_bytes, *more))
+        values = tuple(column.values[ids] for column in columns)
+        return Extents(found.shard, np.zeros_like(sizes), sizes, indexed=(*found.indexed, *values))
+
+    kept = passes.kept(index.num_samples, facts)
     if len(kept) == index.num_samples:
         return dataset, kept
     identity = hashlib.blake2b(digest_size=16, person=b"gyre.filter")
@@ -437,14 +450,3 @@ def apply_late(
         num_left_out=dataset.num_left_out + index.num_samples - len(kept),
     )
     return left, kept
-
-
-def _wide(
-    index: SampleIndex, ids: Int64Array, columns: Sequence[Column], made: Mapping[str, Int64Array]
-) -> Extents:
-    """The index's facts of samples, and those found since."""
-    found = index.locate(ids)
-    more = [lengths[ids][:, None] for lengths in made.values()]
-    sizes = np.hstack((found.tensor_bytes, *more))
-    values = tuple(column.values[ids] for column in columns)
-    return Extents(found.shard, np.zeros_like(sizes), sizes, indexed=(*found.indexed, *values))

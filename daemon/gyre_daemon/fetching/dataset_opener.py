@@ -1,6 +1,6 @@
 """Opens datasets as their definitions or their jobs want them.
 
-In this order: transformed, measured, filtered by what only samples or lengths tell, and packed.
+Transforms come first, then measured lengths, filters on columns or lengths, and packing.
 """
 
 import asyncio
@@ -154,7 +154,7 @@ class DatasetOpener:
     async def _measured(
         self, dataset: Dataset, config: DatasetConfig, *, needs_lengths: bool = True
     ) -> Dataset:
-        """See `Measurer.measured`; what `cache` keeps was measured before it became records."""
+        """See `Measurer.measured`; records of the step `cache` were measured before."""
         if not isinstance(dataset, TransformedDataset):
             return dataset
         if not needs_lengths and self._late.lengths_of(dataset) is None:

@@ -1,4 +1,4 @@
-"""Records: the made shard of what transforms make of each sample.
+"""Records: the made shard with the result of transforms for each sample.
 
 The step `cache` reads them through the node cache, and a mixture reads the results of its sources'
 transforms there; see [Note: How transformed samples are cached] in `transforms.made_samples`. Where
@@ -97,7 +97,7 @@ class _Wish:
 
 
 class RunChain:
-    """The recipe of records: a cell is what transforms make of one sample.
+    """The recipe of records: a cell is the result of transforms for one sample.
 
     Attributes:
         shards: the one shard of all records.

@@ -16,10 +16,10 @@ from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.fields import LengthHistogram, length_histograms
 from gyre_daemon.datasets.indexing.catalog import Catalog
-from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.columns import Measurer
 from gyre_daemon.fetching.range_reader import RangeReader
+from gyre_daemon.fetching.shared_work import unheld
 from gyre_daemon.monitoring.metrics import WindowTimes
 from gyre_daemon.runtime.events import audit_event, log_event
 from gyre_daemon.runtime.threads import compute

@@ -18,8 +18,8 @@ BUILT_IN: Mapping[str, str] = {
     "cast": f"{_HERE}.built_in:Cast",
     "crop_or_pad": f"{_HERE}.built_in:CropOrPad",
     "truncate": f"{_HERE}.built_in:Truncate",
-    "tokenize": f"{_HERE}.text.tokens:Tokenize",
-    "chat": f"{_HERE}.text.chat:Chat",
+    "tokenize": f"{_HERE}.tokens:Tokenize",
+    "chat": f"{_HERE}.chat:Chat",
     "python": f"{_HERE}.function:PythonFunction",
 }
 _FUNCTION = "python"

@@ -50,7 +50,8 @@ _EXTRAS = {
     "gyre_media.images": "images",
     "gyre_media.audio": "media",
     "gyre_media.video": "media",
-    "gyre_daemon.transforms.text": "text",
+    "gyre_daemon.transforms.tokens": "text",
+    "gyre_daemon.transforms.chat": "text",
 }
 # Transforms of most jobs with images, whose libraries take long to import.
 _PRELOADED = ("decode_image", "random_resized_crop", "horizontal_flip", "to_chw")

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 import pytest
-from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import InvalidRequest, Overloaded
+from gyre_daemon.fetching.shared_work import unheld
 
 
 class Source:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.transforms.text.chat import Chat
+from gyre_daemon.transforms.chat import Chat
 from tokenizers import Tokenizer
 
 from tests.tokenizers import make_tokenizer, transformed

@@ -42,19 +42,20 @@ from gyre_daemon.datasets.formats.union_index import (
     with_folders,
 )
 from gyre_daemon.datasets.indexing.changes import ChecksumStore, PreviousIndex
-from gyre_daemon.datasets.indexing.format_search import FoundFormat, find_format
-from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
-from gyre_daemon.datasets.indexing.partitions import (
+from gyre_daemon.datasets.indexing.format_search import (
+    FoundFormat,
     Nested,
+    find_format,
     find_nested,
     open_partitions,
     partitions_of,
 )
-from gyre_daemon.datasets.indexing.probing import ProbeRunner
+from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.indexing.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.shards import (
     IndexedShard,
     OpeningDataset,
+    ProbeRunner,
     ShardIndexer,
     is_packed,
 )

@@ -1,8 +1,9 @@
-"""Tokenizers by the libraries that define them, their files, and the faster engine for some.
+"""The transform `tokenize`: token ids of text, as the tokenizer's own library makes them.
 
-It is used if its ids of the dataset's first samples are equal. After that, text with the name of a
-special token is left to the library, because there the two differ first; of all other texts, one in
-`_CHECKED_ONE_IN` is compared, chosen by its contents.
+Each library is imported when a chain needs it. A faster engine is used if its ids of the dataset's
+first samples are equal. After that, text with the name of a special token is left to the library,
+because there the two differ first; of all other texts, one in `_CHECKED_ONE_IN` is compared, chosen
+by its contents.
 """
 
 import base64
@@ -13,17 +14,119 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.transforms.transform import Transform
+from gyre_daemon.transforms.transform import Field, OfField, Sample, Transform
 
 BYTES = "bytes"  # in place of a tokenizer's file: each byte is a token
 _MAX_FILE_BYTES = 256 << 20
+TOKEN = np.dtype("<i4")
+Ids = npt.NDArray[np.int32]
+Encode = Callable[[str], Ids]
+MANY = (None,)
+
+
+@dataclass(frozen=True)
+class OfText(OfField):
+    """A transform of text in UTF-8."""
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return False
+
+    def check_text(self, fields: Mapping[str, Field]) -> None:
+        """Refuse a field that cannot be text.
+
+        Raises:
+            ValueError: names it.
+        """
+        before = fields[self.field]
+        if before.dtype != np.uint8 or before.shape != MANY:
+            raise ValueError(f"{self.field!r:.100} is no text, which is bytes in UTF-8")
+
+
+@dataclass(frozen=True)
+class Tokenize(OfText):
+    """Turns text into token ids.
+
+    Attributes:
+        field: UTF-8.
+        tokenizer: the path of a `tokenizer.json` of Hugging Face's tokenizers, of a SentencePiece
+            model (`*.model`), or of tiktoken's ranks (`*.tiktoken`); or `bytes`, where each byte is
+            its own id.
+        key: where the field has JSON objects, the key of the text; empty for the text itself.
+        to: the name of the ids, int32 [n].
+        special_tokens: whether a `tokenizer.json` adds its special tokens.
+        end: an id to append to each document; -1 for none.
+        pattern: with ranks, the regular expression that cuts text into words.
+        engine: `auto` for a faster installed program that makes the same ids of the
+            dataset's first samples; `library` for the tokenizer's own library.
+    """
+
+    tokenizer: str
+    key: str = ""
+    to: str = "tokens"
+    special_tokens: bool = True
+    end: int = -1
+    pattern: str = ""
+    engine: Literal["auto", "library"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Read the file, whose contents are part of the version."""
+        contents = b"" if self.tokenizer == BYTES else read_file(self.tokenizer)
+        encode = load_library(
+            self.tokenizer, contents, self.pattern, special_tokens=self.special_tokens
+        )
+        set_of(self, _contents=contents, _encode=encode)
+        if contents:
+            set_of(self, version=version_of(contents))
+
+    @property
+    def engines(self) -> Sequence[str]:
+        """See `Transform.engines`."""
+        has_engines = self.engine == "auto" and is_hugging_face(self.tokenizer)
+        return installed_engines() if has_engines else ()
+
+    def with_engine(self, engine: str) -> "Tokenize":
+        """See `Transform.with_engine`."""
+        if engine not in self.engines:
+            return self
+        other = replace(self)
+        contents: bytes = other._contents  # type: ignore[attr-defined]
+        library: Encode = other._encode  # type: ignore[attr-defined]
+        fast = load_engine(
+            engine, self.tokenizer, contents, library, special_tokens=self.special_tokens
+        )
+        set_of(other, _encode=fast, cost="light")
+        return other
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        self.check_text(fields)
+        return {self.to: Field(TOKEN, MANY)}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        encode: Encode = self._encode  # type: ignore[attr-defined]
+        text = sample[self.field].tobytes()
+        ids = encode(_text_of(json.loads(text), self.key) if self.key else text.decode())
+        if self.end >= 0:
+            ids = np.append(ids, TOKEN.type(self.end))
+        self.put(self.to, ids, sample, out)
+
+
+def _text_of(document: object, key: str) -> str:
+    text = document.get(key) if isinstance(document, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"its JSON is no object with text under the key {key!r:.100}")
+    return text
 
 
 def set_of(transform: Transform, **values: object) -> None:
@@ -74,9 +177,6 @@ def module_of(name: str) -> Any:
         raise ValueError(f"{name} is not installed. Run pip install 'gyre-ml[text]'.") from error
 
 
-TOKEN = np.dtype("<i4")
-Ids = npt.NDArray[np.int32]
-Encode = Callable[[str], Ids]
 # The endings of the files that these libraries read, one each.
 SENTENCEPIECE, RANKS = ".model", ".tiktoken"
 
