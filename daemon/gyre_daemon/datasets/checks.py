@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,8 @@ from gyre_daemon.datasets.dataset import shard_bounds
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.chunk_index import Chunks
-from gyre_daemon.datasets.made_shards import MadeStorage
-from gyre_daemon.datasets.scanning import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.made_shards import DecodeRows, Decoders, MadeStorage
+from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.datasets.shard_worker import (
     CheckMedia,
     Damage,
@@ -46,6 +45,9 @@ from gyre_daemon.storage.listing import check_listed
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.shard_files import opened_file
+from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.workers.compute_workers import ComputeWorkers
 
 _PIECE_BYTES = 4 << 20
 DAMAGE_SUFFIX = ".gyre-damage"
@@ -57,34 +59,31 @@ MAX_LINES, _MAX_CHARS = 10_000, 500
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class DecodedShards:
-    """See `ShardFiles`. Chunks that cannot be decoded are read as zeros.
+class DecodedShards(MadeStorage):
+    """Decoded shards as streams, in which chunks that cannot be decoded are zeros.
 
     Attributes:
         failures: by chunk, why it cannot be decoded.
     """
 
-    def __init__(self, decoded: MadeStorage, chunks: Chunks, index: SampleIndex) -> None:
-        """Decode nothing yet."""
-        self.shards = decoded.shards
+    def __init__(
+        self, source: Storage, chunks: Chunks, index: SampleIndex, decoders: Decoders
+    ) -> None:
+        """Decode nothing yet; see `decoded_shards`."""
+        recipe = DecodeRows(source, chunks, index.digest(), decoders)
+        super().__init__(recipe, decoders.threads, source)
         self.failures: dict[int, CorruptSample] = {}
-        self._decoded, self._chunks = decoded, chunks
+        self._chunks = chunks
         self._table = index.blocks(0)
         self._turn = asyncio.Lock()  # one chunk is in memory at a time
 
-    def local_file(self, shard: int) -> LocalFile | None:
-        """See `ShardFiles.local_file`: decoded shards are no files."""
-        return None
-
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `ShardFiles.stream`."""
+        """Decode all chunks of a shard, one after the other."""
         for chunk in np.flatnonzero(self._chunks.shard == shard).tolist():
             async with self._turn:
                 memory = np.zeros(int(self._chunks.chunk_bytes[chunk]), np.uint8)
                 try:
-                    await self._decoded.read(
-                        Reads.into([memory], [shard], [int(self._chunks.base[chunk])])
-                    )
+                    await self.read(Reads.into([memory], [shard], [int(self._chunks.base[chunk])]))
                 except* CorruptSample as errors:
                     error = first_error(errors)
                     assert isinstance(error, CorruptSample)
@@ -155,29 +154,16 @@ class CheckedShard:
     media: Mapping[str, int] = field(default_factory=dict)
 
 
-class ShardFiles(Protocol):
-    """The part of a `Storage` that a check needs."""
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        """As listed."""
-
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`."""
-
-    def local_file(self, shard: int) -> LocalFile | None:
-        """See `Storage.local_file`."""
-
-
 class SampleChecker:
     """Checks the samples of a daemon's datasets."""
 
-    def __init__(self, sidecars: SidecarStore, processes: ScanProcesses) -> None:
+    def __init__(self, sidecars: SidecarStore, processes: ComputeWorkers) -> None:
         """Start no process yet.
 
         Args:
             sidecars: any kind; damage is kept in the same folders.
             processes: some of them are used.
+            processes: that scan.
         """
         self._sidecars = sidecars.sibling(DAMAGE_SUFFIX)
         self._processes = processes
@@ -185,7 +171,7 @@ class SampleChecker:
     async def run(
         self,
         location: str,
-        storage: "ShardFiles",
+        storage: Storage,
         index: SampleIndex,
         known: npt.NDArray[np.int64],
         fields: Sequence[FieldSpec],
@@ -233,7 +219,7 @@ class SampleChecker:
         numbers: Iterator[int],
         results: "asyncio.Queue[CheckedShard | Exception]",
     ) -> None:
-        process: ScanProcess | None = None
+        scanner = Scanner(self._processes)
         try:
             for number in numbers:
                 fields = await compute(work.fields_of, number)
@@ -248,12 +234,8 @@ class SampleChecker:
                         if fields is None:
                             arrays = to_arrays(())
                         else:
-                            process = process or await self._processes.start()
-                            arrays = await _check_shard(process, work.storage, number, fields)
+                            arrays = await scanner.scan(fields.run, work.storage, number)
                     except CorruptSample as failure:
-                        if process and process.has_died:
-                            process.kill()
-                            process = None
                         results.put_nowait(work.result(number, failure=failure))
                         continue
                     arrays = await work.as_stored(number, arrays, was_read=fields is not None)
@@ -269,8 +251,7 @@ class SampleChecker:
         except Exception as error:
             results.put_nowait(error)
         finally:
-            if process:
-                process.kill()
+            scanner.kill()
 
     async def _load(self, work: "_Work", number: int, key: SidecarKey) -> Arrays | None:
         local, check = work.storage.local_file(number), partial(_check, work.num_samples(number))
@@ -282,7 +263,7 @@ class _Work:
     """One run over a dataset; `bounds` has the first sample id of each shard, and N."""
 
     location: str
-    storage: "ShardFiles"
+    storage: Storage
     index: SampleIndex
     known: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
@@ -370,24 +351,6 @@ class _Work:
         return CheckedShard(
             number, first, num_samples, num_bytes, damages, failure, media=media or {}
         )
-
-
-async def _check_shard(
-    process: ScanProcess, storage: ShardFiles, number: int, fields: ShardFields
-) -> Arrays:
-    """Have a shard checked by another process.
-
-    Raises:
-        CorruptSample: it is shorter than its index says, or was changed meanwhile.
-        ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
-    """
-    listed, local = storage.shards[number], storage.local_file(number)
-    if local is None:
-        return await process.scan_stream(fields.run, listed.name, storage.stream(number))
-    async with opened_file(local, listed.name) as file:
-        arrays = await process.scan_file(fields.run, listed.name, file)
-    await MOUNTS.run(local.root.folder, check_listed, local, listed)
-    return arrays
 
 
 def _check(num_samples: int, arrays: Arrays) -> None:

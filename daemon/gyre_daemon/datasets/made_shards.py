@@ -177,15 +177,24 @@ class MadeStorage:
 
 
 class Decoders:
-    """Decodes chunks for all datasets of a daemon, fairly between jobs."""
+    """Decodes chunks for all datasets of a daemon, fairly between jobs.
 
-    def __init__(self, server: ComputeServer, max_decode_s: float = MAX_DECODE_S) -> None:
+    Attributes:
+        threads: the daemon's.
+        exchanges: the memory of chunks in decoding.
+    """
+
+    def __init__(
+        self, server: ComputeServer, threads: FairExecutor, max_decode_s: float = MAX_DECODE_S
+    ) -> None:
         """Start no process yet.
 
         Args:
             server: forks the processes.
+            threads: the daemon's.
             max_decode_s: how long one may take for a chunk.
         """
+        self.threads, self.exchanges = threads, ExchangeRoom(_MAX_BYTES_AT_ONCE)
         self._max_decode_s = max_decode_s
         self._workers = ComputeWorkers(
             server, SCAN, min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
@@ -228,26 +237,16 @@ class Decoders:
         )
 
     def close(self) -> None:
-        """End all processes that do nothing; the others end with their requests."""
+        """End all processes that do nothing, and give back unused memory.
+
+        The others end with their requests.
+        """
         self._workers.close()
-
-
-class DecodingRoom:
-    """The resources of a daemon for decoding: processes, threads, and memory to use again."""
-
-    def __init__(self, decoders: Decoders, workers: FairExecutor) -> None:
-        self.decoders = decoders
-        self.workers = workers
-        self.exchanges = ExchangeRoom(_MAX_BYTES_AT_ONCE)
-
-    def close(self) -> None:
-        """End the processes and give back the memory."""
-        self.decoders.close()
         self.exchanges.close()
 
 
 def decoded_shards(
-    source: Storage, chunks: Chunks, digest: bytes, room: DecodingRoom
+    source: Storage, chunks: Chunks, digest: bytes, decoders: Decoders
 ) -> MadeStorage:
     """The decoded shards of a dataset; see [Note: Rows of chunks] in `formats.chunk_index`.
 
@@ -255,9 +254,9 @@ def decoded_shards(
         source: the shards as they are stored.
         chunks: of these.
         digest: of the index whose samples they have.
-        room: the daemon's.
+        decoders: the daemon's.
     """
-    return MadeStorage(DecodeRows(source, chunks, digest, room), room.workers, source)
+    return MadeStorage(DecodeRows(source, chunks, digest, decoders), decoders.threads, source)
 
 
 def places_of(chunks: Chunks) -> BlockMap:
@@ -294,7 +293,7 @@ class DecodeRows:
         shards: as large as they are decoded.
     """
 
-    def __init__(self, source: Storage, chunks: Chunks, digest: bytes, room: DecodingRoom) -> None:
+    def __init__(self, source: Storage, chunks: Chunks, digest: bytes, decoders: Decoders) -> None:
         """Decode nothing yet; see `decoded_shards`."""
         sizes = np.zeros(len(source.shards), np.int64)
         np.add.at(sizes, chunks.shard, chunks.chunk_bytes)
@@ -302,7 +301,7 @@ class DecodeRows:
             Shard(shard.name, size, f"{shard.version} {digest.hex()}" if shard.version else "")
             for shard, size in zip(source.shards, sizes.tolist(), strict=True)
         ]
-        self._source, self._chunks, self._room = source, chunks, room
+        self._source, self._chunks, self._decoders = source, chunks, decoders
         self._places = places_of(chunks)
         self._decodings: dict[int, tuple[_Decoding, asyncio.Task[None]]] = {}
 
@@ -345,7 +344,7 @@ class DecodeRows:
         decoding.target = pages(sum(sizes))
         num_bytes = decoding.target + pages(int(its.chunk_bytes[chunk]))
         try:
-            async with self._room.exchanges.hold(num_bytes, claims) as exchange:
+            async with self._decoders.exchanges.hold(num_bytes, claims) as exchange:
                 ends = np.cumsum(sizes).tolist()
                 memories = [
                     exchange.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)
@@ -372,7 +371,7 @@ class DecodeRows:
                     decoding.target,
                     exchange.num_bytes,
                 )
-                await self._room.decoders.decode(request, listed.name, exchange, claims)
+                await self._decoders.decode(request, listed.name, exchange, claims)
                 decoding.ready.set_result(exchange)
                 await decoding.unused.wait()
         except Exception as error:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from gyre_daemon.datasets.formats.base import Scan
 from gyre_daemon.datasets.shard_worker import MAX_DATA_BYTES, RANGE, Kind, Run
 from gyre_daemon.datasets.sidecars import Arrays, decode
 from gyre_daemon.errors import (
@@ -62,65 +61,77 @@ _ERRORS: Mapping[str, type[GyreError]] = {
 }
 
 
-class ScanProcesses:
-    """Starts processes that scan, for all datasets of a daemon. Nothing runs before the first."""
+def scan_workers(server: ComputeServer) -> ComputeWorkers:
+    """Start the workers that scan, for all datasets of a daemon; none runs before the first.
 
-    def __init__(self, server: ComputeServer) -> None:
-        """Start nothing yet.
+    Args:
+        server: of the daemon; it ends all processes when it is closed.
+    """
+    return ComputeWorkers(server, SCAN, 1)
+
+
+class Scanner:
+    """Scans one shard at a time in a process, which is started with the first; `kill` ends it."""
+
+    def __init__(self, workers: ComputeWorkers) -> None:
+        """Start no process yet; `workers` are from `scan_workers`."""
+        self._workers = workers
+        self._worker: ComputeWorker | None = None
+
+    async def scan(
+        self,
+        run: Run,
+        source: Storage,
+        shard: int,
+        unpacked: LocalFile | None = None,
+        *,
+        seeks: bool = False,
+        skips: bool = False,
+    ) -> Arrays:
+        """Have a shard scanned.
 
         Args:
-            server: of the daemon; it ends all processes when it is closed.
-        """
-        self._workers = ComputeWorkers(server, SCAN, 1)
-
-    async def start(self) -> "ScanProcess":
-        """A process that scans one shard at a time; the caller ends it.
+            run: the `run` of a `Scan`, or the same for a check; it must be picklable.
+            source: has the shard.
+            shard: its number.
+            unpacked: the shard's file, if it was unpacked.
+            seeks: see `Scan`.
+            skips: see `Scan`.
 
         Raises:
+            CorruptSample: it is damaged, or a local one was changed meanwhile.
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
             Overloaded: no process can be started.
         """
-        return ScanProcess(await self._workers.start())
+        listed, stored = source.shards[shard], source.local_file(shard)
+        local = unpacked or stored
+        # A process that waits for a slow mount has no deadline; reads by the storage have.
+        is_read = local is None or (local is stored and not source.is_node_local)
+        if is_read and (seeks or skips):
 
+            async def read(start: int, stop: int) -> bytes:
+                return (await read_ranges(source, [shard], [start], [stop]))[0]
 
-class ScanProcess:
-    """One process, used by one task at a time.
-
-    Attributes:
-        pid: of the process.
-    """
-
-    def __init__(self, worker: ComputeWorker) -> None:
-        self._worker = worker
-        self.pid = worker.process.pid
-
-    @property
-    def has_died(self) -> bool:
-        """Whether it ended while it worked for a request."""
-        return self._worker.has_died
-
-    def kill(self) -> None:
-        """End the process at once, whatever it does."""
-        self._worker.kill()
-
-    async def scan_file(self, run: Run, name: str, file: int) -> Arrays:
-        """Scan an open file from its beginning.
-
-        Args:
-            run: of a `Scan`; it must be picklable.
-            name: of the shard.
-            file: its descriptor, which stays the caller's.
-
-        Raises:
-            CorruptSample: as `run`, or the scan needs too much memory.
-            GyreError: the file cannot be read.
-        """
-        return await self._scan(run, name, file, "file")
+            return await self.scan_ranges(
+                run, listed.name, listed.size_bytes, read, in_windows=skips
+            )
+        if is_read:
+            return await self.scan_stream(run, listed.name, source.stream(shard))
+        assert local
+        pid = (await self._started()).process.pid
+        async with opened_file(local, listed.name) as file:
+            scanning = self._scan(run, listed.name, file, "file")
+            arrays = await MOUNTS.at(local.root.folder).run_in(pid, scanning)
+        if local is stored:
+            await MOUNTS.run(local.root.folder, check_listed, local, listed)
+        return arrays
 
     async def scan_stream(self, run: Run, name: str, chunks: AsyncIterator[bytes]) -> Arrays:
         """Scan a stream, which is closed at the end.
 
         Raises:
-            GyreError: as `scan_file`; and errors of reading the stream.
+            CorruptSample: as `run`, or the scan needs too much memory.
+            GyreError: and errors of reading the stream.
         """
         return await self._scan_socket(run, name, "stream", lambda ours: _send_all(ours, chunks))
 
@@ -130,19 +141,30 @@ class ScanProcess:
         """Scan a shard of which the scan reads only what it asks for.
 
         Args:
-            run: of a `Scan`; it must be picklable.
+            run: as for `scan`.
             name: of the shard.
             num_bytes: its size.
             read: reads a range of it.
             in_windows: the scan goes forward, and what it reads is asked for in windows.
 
         Raises:
-            GyreError: as `scan_file`; and those of `read`.
+            GyreError: as `scan_stream`; and those of `read`.
         """
         kind = str(num_bytes) if in_windows else num_bytes
         return await self._scan_socket(
             run, name, kind, lambda ours: _send_ranges(ours, num_bytes, read)
         )
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does; the next scan starts another."""
+        if self._worker:
+            self._worker.kill()
+            self._worker = None
+
+    async def _started(self) -> ComputeWorker:
+        if self._worker is None:
+            self._worker = await self._workers.start()
+        return self._worker
 
     async def _scan_socket(
         self,
@@ -168,10 +190,12 @@ class ScanProcess:
                 await asyncio.gather(sending, scanning, return_exceptions=True)
 
     async def _scan(self, run: Run, name: str, descriptor: int, kind: Kind) -> Arrays:
-        request = scan_request(run, name, kind)
+        """Scan an open file, or bytes from a socket; the descriptor stays the caller's."""
+        request, worker = scan_request(run, name, kind), await self._started()
         try:
-            return await scanned(await self._worker.ask(request, [descriptor], MAX_REPLY_BYTES))
+            return await scanned(await worker.ask(request, [descriptor], MAX_REPLY_BYTES))
         except WorkerLost as error:
+            self.kill()
             reason = "the process that indexed it died; see the log of the kernel"
             raise CorruptSample(
                 f"shard {name} has no index: {reason}", {"shard": name, "reason": reason}
@@ -254,61 +278,3 @@ async def _send_ranges(connection: socket.socket, num_bytes: int, read: ReadRang
                 end = min(stop, start + _MAX_RANGE_BYTES)
                 await loop.sock_sendall(connection, await read(start, end))
                 start = end
-
-
-class Scanner:
-    """Scans one shard at a time; its process is started when its first shard is scanned."""
-
-    def __init__(self, processes: ScanProcesses) -> None:
-        """Start no process yet."""
-        self._processes = processes
-        self._process: ScanProcess | None = None
-
-    async def scan(
-        self,
-        scan: Scan,
-        source: Storage,
-        shard: int,
-        unpacked: LocalFile | None = None,
-    ) -> Arrays:
-        """Have a shard scanned by another process.
-
-        Args:
-            scan: of the format.
-            source: has the shard.
-            shard: its number.
-            unpacked: the shard's file, if it was unpacked.
-
-        Raises:
-            CorruptSample: it is damaged, or a local one was changed meanwhile.
-            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
-        """
-        listed, stored = source.shards[shard], source.local_file(shard)
-        local = unpacked or stored
-        self._process = process = self._process or await self._processes.start()
-        # A process that waits for a slow mount has no deadline; reads by the storage have.
-        is_read = local is None or (local is stored and not source.is_node_local)
-        if is_read and (scan.seeks or scan.skips):
-
-            async def read(start: int, stop: int) -> bytes:
-                return (await read_ranges(source, [shard], [start], [stop]))[0]
-
-            arrays = await process.scan_ranges(
-                scan.run, listed.name, listed.size_bytes, read, in_windows=scan.skips
-            )
-        elif is_read:
-            arrays = await process.scan_stream(scan.run, listed.name, source.stream(shard))
-        else:
-            assert local
-            async with opened_file(local, listed.name) as file:
-                scanning = process.scan_file(scan.run, listed.name, file)
-                arrays = await MOUNTS.at(local.root.folder).run_in(process.pid, scanning)
-        if local and local is stored:
-            await MOUNTS.run(local.root.folder, check_listed, local, listed)
-        return arrays
-
-    def kill(self) -> None:
-        """End the process."""
-        if self._process:
-            self._process.kill()
-            self._process = None

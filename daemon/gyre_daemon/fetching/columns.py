@@ -41,10 +41,7 @@ from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.made_samples import Lengths
 
-# Samples whose places are looked up together.
-_AT_ONCE = 1 << 16
-# Samples of a stored field that are read at once; their bytes are bounded too.
-_READ_AT_ONCE, _MAX_READ_BYTES = 1 << 14, 16 << 20
+_MAX_READ_BYTES = 16 << 20  # of a stored field at once
 # Different texts of a column. A filter compares it with a few of them; a column of documents, where
 # all differ, is a mistake that would take the memory of the whole dataset.
 _MAX_TEXTS, _MAX_TEXT_BYTES = 1 << 16, 256
@@ -115,6 +112,7 @@ class _Source(Protocol):
         identity: tells the column from others of the dataset.
         version: of the sidecars.
         suffix: of the sidecars.
+        at_once: samples whose places are looked up together; the sidecars depend on it.
         event: the line of the log for each shard.
         facts: of that line.
     """
@@ -123,6 +121,7 @@ class _Source(Protocol):
     identity: bytes
     version: str
     suffix: str
+    at_once: int
     event: str
     facts: Mapping[str, str]
 
@@ -303,8 +302,8 @@ def _identities(source: _Source, part: _Part) -> tuple[str, str]:
     """The suffix of a column's sidecars, and the kind of that of these samples."""
     column = hashlib.blake2b(source.identity, digest_size=8).hexdigest()
     samples = hashlib.blake2b(source.identity, digest_size=16)
-    for begin in range(0, len(part.ids), _AT_ONCE):
-        extents = source.places(part.ids[begin : begin + _AT_ONCE])
+    for begin in range(0, len(part.ids), source.at_once):
+        extents = source.places(part.ids[begin : begin + source.at_once])
         samples.update(extents.start.astype("<i8").tobytes())
         samples.update(extents.size.astype("<i8").tobytes())
     return f".{column}{source.suffix}", f"{source.version} {samples.hexdigest()}"
@@ -314,6 +313,7 @@ class _StoredField:
     """The values of a stored field: numbers as they are, texts as numbers of the different ones."""
 
     version, suffix, event = "column/1", ".gyre-columns", "column read"
+    at_once = 1 << 14
 
     def __init__(self, dataset: Dataset, name: str, threads: FairExecutor) -> None:
         """Read nothing yet.
@@ -374,8 +374,8 @@ class _StoredField:
             ConfigError: there are too many different texts, or some are too long.
         """
         found: list[_Bytes] = []
-        for first in range(0, len(part.ids), _READ_AT_ONCE):
-            ids = part.ids[first : first + _READ_AT_ONCE]
+        for first in range(0, len(part.ids), self.at_once):
+            ids = part.ids[first : first + self.at_once]
             places = self.places(ids)
             cuts = np.flatnonzero(np.diff(np.cumsum(places.tensor_bytes) // _MAX_READ_BYTES)) + 1
             for begin, end in pairwise([0, *cuts.tolist(), len(ids)]):
@@ -436,7 +436,7 @@ def _texts(arrays: Arrays) -> Values:
 class _MadeLengths:
     """The lengths that a chain gives to samples, and those that it cannot transform."""
 
-    suffix, event = ".gyre-lengths", "shard measured"
+    suffix, event, at_once = ".gyre-lengths", "shard measured", 1 << 16
 
     def __init__(
         self, dataset: TransformedDataset, threads: FairExecutor, reports: CorruptReports | None
@@ -495,8 +495,8 @@ class _MadeLengths:
                 room.release()
 
         async with asyncio.TaskGroup() as tasks:
-            for begin in range(0, len(ids), _AT_ONCE):
-                some = ids[begin : begin + _AT_ONCE]
+            for begin in range(0, len(ids), self.at_once):
+                some = ids[begin : begin + self.at_once]
                 extents = self.dataset.index.locate(some)
                 for its in self._reader.cut(extents, None):
                     draws = Draws.first(its.stop - its.start)

@@ -17,7 +17,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     StoredChunk,
     chunks_of,
 )
-from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards
+from gyre_daemon.datasets.made_shards import Decoders, decoded_shards
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
@@ -119,7 +119,7 @@ class ChunkContract(FormatContract):
         async def read(damaged: bytes) -> bytes:
             (tmp_path / "000").write_bytes(damaged)
             source = await opener.open(parse_location(str(tmp_path)), {}, "*")
-            storage = decoded_shards(source, chunks, index.digest(), room)
+            storage = decoded_shards(source, chunks, index.digest(), decoders)
             target = np.empty(len(whole), np.uint8)
             starts, sizes = chunks.base, chunks.chunk_bytes
             targets = [target[a : a + b] for a, b in zip(starts, sizes, strict=True)]
@@ -144,11 +144,11 @@ class ChunkContract(FormatContract):
         with ThreadPoolExecutor(2) as executor:
             workers, server = FairExecutor(executor, 2), ComputeServer()
             opener = StorageOpener(workers, EndpointOptions(16, 10.0), Metrics())
-            room = DecodingRoom(Decoders(server), workers)
+            decoders = Decoders(server, workers)
             try:
                 asyncio.run(damage())
             finally:
-                room.close()
+                decoders.close()
                 server.close()
 
     def test_damage_stays_within_the_shard(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.base import Manifest
 from gyre_daemon.datasets.indexing.listing import ManifestReader
-from gyre_daemon.datasets.scanning import ScanProcesses
+from gyre_daemon.datasets.scanning import scan_workers
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
@@ -30,7 +30,7 @@ def read(path: Path) -> Manifest:
 
     async def once() -> Manifest:
         storage = await opener.open(parse_location(str(path)), {}, "*")
-        return await ManifestReader(ScanProcesses(server)).read(COCO, storage)
+        return await ManifestReader(scan_workers(server)).read(COCO, storage)
 
     with ThreadPoolExecutor(3) as threads, closing(ComputeServer()) as server:
         opener = StorageOpener(FairExecutor(threads, 3), EndpointOptions(16, 10.0), Metrics())

@@ -6,7 +6,7 @@ import tarfile
 
 import numpy as np
 from gyre_daemon.datasets.formats.tar_shards import scan_tar
-from gyre_daemon.datasets.scanning import ScanProcesses
+from gyre_daemon.datasets.scanning import Scanner, scan_workers
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 # Bytes of the members of a shard, and the share of it that is read at most.
@@ -32,7 +32,7 @@ def tar(sizes: list[int]) -> bytes:
 
 def test_a_shard_scanned_in_windows_has_the_index_of_the_whole_shard() -> None:
     async def run() -> None:
-        process = await ScanProcesses(server).start()
+        process = Scanner(scan_workers(server))
         for sizes, share in SHARDS:
             data, asked = tar(sizes), list[tuple[int, int]]()
 

@@ -15,7 +15,7 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import ListedFormat, ManifestColumn
 from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.known_formats import make_format
-from gyre_daemon.datasets.scanning import ScanProcesses
+from gyre_daemon.datasets.scanning import scan_workers
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,
@@ -75,7 +75,7 @@ def listing() -> Iterator[Callable[..., Any]]:
             config = DatasetConfig(uri, "files", OPTIONS, storage=settings or {}, **keys)
             listed = make_format("set", config)
             assert isinstance(listed, ListedFormat)
-            read = ManifestReader(ScanProcesses(server))
+            read = ManifestReader(scan_workers(server))
             return await list_files(opener, parse_location(uri), config, listed, read)
 
         yield list_place

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats import lines
-from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards
+from gyre_daemon.datasets.made_shards import Decoders, decoded_shards
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import PAGE_BYTES, BlockMap
@@ -87,12 +87,12 @@ def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
     assert chunks.num_chunks >= 4
     (whole,) = decode_all([data], index)
 
-    async def scene(room: DecodingRoom) -> None:
+    async def scene(decoders: Decoders) -> None:
         engine = Engine(max_requests=1)
         source = RemoteStorage(
             engine.source, engine.endpoint, ["there"], [Shard("0", len(data), '"v1"')]
         )
-        decoded = decoded_shards(source, chunks, index.digest(), room)
+        decoded = decoded_shards(source, chunks, index.digest(), decoders)
         begins = chunks.base.tolist()
         reading = [asyncio.create_task(read(decoded, begin, LIGHT)) for begin in begins]
         await until(lambda: engine.endpoint.queue.num_waiting == len(begins) - 1)
@@ -106,9 +106,9 @@ def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
 
     server = ComputeServer()
     with ThreadPoolExecutor(1) as executor:
-        room = DecodingRoom(Decoders(server), FairExecutor(executor, 1))
+        decoders = Decoders(server, FairExecutor(executor, 1))
         try:
-            play(lambda: scene(room))
+            play(lambda: scene(decoders))
         finally:
-            room.close()
+            decoders.close()
             server.close()

@@ -20,7 +20,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     StoredChunk,
     chunk_arrays,
 )
-from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards
+from gyre_daemon.datasets.made_shards import Decoders, decoded_shards
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
@@ -70,12 +70,12 @@ def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: flo
     places = [[(ROWS * number, ROWS * (number + 1))] for number in range(len(orders))]
     arrays = chunk_arrays([FIELD], [ROWS] * len(orders), places, [[None]] * len(orders))
 
-    async def run(opener: StorageOpener, room: DecodingRoom) -> list[Any]:
+    async def run(opener: StorageOpener, decoders: Decoders) -> list[Any]:
         source = await opener.open(parse_location(str(folder)), {}, "*")
         decoder = Decoder(str(tmp_path / "killed"))
         index = ChunkIndex(source.shards, [arrays], decoder, "piece", b"")
         assert index.chunks
-        storage, found = decoded_shards(source, index.chunks, b"", room), list[Any]()
+        storage, found = decoded_shards(source, index.chunks, b"", decoders), list[Any]()
         for chunk in chunks:
             target = np.empty(ROWS, np.uint8)
             try:
@@ -88,11 +88,11 @@ def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: flo
     with ThreadPoolExecutor(2) as executor:
         workers, processes = FairExecutor(executor, 2), ComputeServer()
         opener = StorageOpener(workers, EndpointOptions(16, 10.0), Metrics())
-        room = DecodingRoom(Decoders(processes, max_decode_s), workers)
+        decoders = Decoders(processes, workers, max_decode_s)
         try:
-            return asyncio.run(run(opener, room))
+            return asyncio.run(run(opener, decoders))
         finally:
-            room.close()
+            decoders.close()
             processes.close()
 
 

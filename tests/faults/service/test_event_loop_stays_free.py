@@ -267,7 +267,7 @@ def test_a_sample_of_millions_of_values_becomes_no_objects() -> None:
 
 def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
     from gyre_daemon.datasets.formats.tar_shards import scan_tar
-    from gyre_daemon.datasets.scanning import ScanProcesses
+    from gyre_daemon.datasets.scanning import Scanner, scan_workers
     from gyre_daemon.errors import CorruptSample, StorageUnavailable
     from gyre_daemon.workers.compute_workers import ComputeServer
 
@@ -282,7 +282,7 @@ def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
     async def scan() -> None:
         server = ComputeServer()
         try:
-            process = await ScanProcesses(server).start()
+            process = Scanner(scan_workers(server))
             with pytest.raises(CorruptSample, match="shard a at byte"):
                 await process.scan_stream(scan_tar, "a", garbage())
             with pytest.raises(StorageUnavailable):

@@ -6,7 +6,12 @@ from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.fetching.records import pieces_of
 from gyre_daemon.storage.base import Reads
-from gyre_daemon.transforms.made_samples import RECORD_BLOCKS, MeasuredIndex, RecordIndex
+from gyre_daemon.transforms.made_samples import (
+    RECORD_BLOCKS,
+    MeasuredIndex,
+    RecordIndex,
+    as_records,
+)
 
 BLOCK = 64 << 10
 STORED = FieldSpec("text", np.dtype(np.uint8), (), ragged=True, codec="bytes")
@@ -49,6 +54,17 @@ def test_samples_that_nobody_reads_have_empty_records() -> None:
     assert index.starts.tolist() == [0, 12, 12, 32]
     assert index.locate(np.arange(3)).tensor_bytes.tolist() == [[12], [0], [20]]
     assert index.digest() != records([3, 4, 5]).digest()
+
+
+def test_numbers_stored_as_digits_take_the_bytes_of_their_tensors() -> None:
+    label = FieldSpec("cls", np.dtype("<i8"), (), ragged=False, codec="integer")
+    sizes = np.array([[5, 1], [6, 3]])  # of text and digits
+    stored = SampleTable([STORED, label], [2], np.array([[0, 5], [6, 12]]), sizes, identity=b"test")
+    told = np.array([[3], [4]], np.int32)
+    sized = MeasuredIndex(stored, [STORED, label], [TOKENS], [label], told)
+    index = RecordIndex(sized, as_records([TOKENS], [label]))
+    assert index.locate(np.arange(2)).size.tolist() == [[12, 8], [16, 8]]
+    assert index.starts.tolist() == [0, 20, 44]
 
 
 def test_a_read_of_several_records_is_cut_at_their_borders() -> None:

@@ -66,8 +66,8 @@ from gyre_daemon.datasets.indexing.unpacked import (
     unpacked_name,
 )
 from gyre_daemon.datasets.known_formats import FORMATS, make_format
-from gyre_daemon.datasets.made_shards import Decoders, DecodingRoom, decoded_shards, places_of
-from gyre_daemon.datasets.scanning import ScanProcesses
+from gyre_daemon.datasets.made_shards import Decoders, decoded_shards, places_of
+from gyre_daemon.datasets.scanning import scan_workers
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.planner import NO_SAMPLES
@@ -108,11 +108,11 @@ class Indexer:
         self._cache = cache
         self._checksums = ChecksumStore(sidecars)
         self.probes = ProbeRunner(opener, sidecars)
-        self._processes = ScanProcesses(compute_server)
+        self._processes = scan_workers(compute_server)
         self._shards = ShardIndexer(sidecars, self._checksums, self._processes)
         self._manifests = ManifestReader(self._processes)
         self.checker = SampleChecker(sidecars, self._processes)
-        self.decoding = DecodingRoom(Decoders(compute_server), opener.workers)
+        self.decoding = Decoders(compute_server, opener.workers)
         self._corrupt = CorruptFinder(self.checker, self.decoding, reports)
 
     def close(self) -> None:
@@ -399,7 +399,7 @@ def behind_cache(
     storage: Storage,
     index: SampleIndex,
     node_cache: NodeCache | None,
-    decoding: DecodingRoom,
+    decoding: Decoders,
 ) -> Storage:
     """The storage, behind the node's cache, which local files pass by while their mount is fast.
 
@@ -438,7 +438,7 @@ class CorruptFinder:
     def __init__(
         self,
         checker: SampleChecker,
-        decoding: DecodingRoom,
+        decoding: Decoders,
         reports: CorruptReports | None,
     ) -> None:
         """Look at nothing yet.
@@ -479,8 +479,7 @@ class CorruptFinder:
             )
         decoded: DecodedShards | None = None
         if chunks := chunks_of(index):
-            storage = decoded_shards(served, chunks, index.digest(), self._decoding)
-            decoded = DecodedShards(storage, chunks, index)
+            decoded = DecodedShards(served, chunks, index, self._decoding)
         corrupt = [
             CorruptRecord(
                 *served.shards[each.shard].place_of(each.offset), each.sample, each.reason

@@ -22,7 +22,6 @@ from gyre_daemon.datasets.formats.union_index import with_fields, with_folders
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
-from gyre_daemon.datasets.made_shards import decoded_shards
 from gyre_daemon.datasets.shard_worker import CheckMedia
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
@@ -166,8 +165,7 @@ def _decoded_of(
     """The shards as their chunks are decoded; None where samples are no rows of chunks."""
     if not (chunks := chunks_of(index)):
         return None
-    storage = decoded_shards(shards, chunks, index.digest(), indexer.decoding)
-    return DecodedShards(storage, chunks, index)
+    return DecodedShards(shards, chunks, index, indexer.decoding)
 
 
 def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
@@ -227,7 +225,7 @@ class _SoundShards:
 
     @property
     def is_node_local(self) -> bool:
-        return self.opening.source.is_node_local
+        return self.opening.source.is_node_local or bool(self.opening.paths)
 
     async def read(self, plan: ReadPlan) -> None:
         reads = plan.part(slice(None))

@@ -28,7 +28,7 @@ from gyre_daemon.datasets.formats.base import (
     ManifestPlace,
     Scan,
 )
-from gyre_daemon.datasets.scanning import Scanner, ScanProcesses
+from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
@@ -37,6 +37,7 @@ from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
 from gyre_daemon.storage.shard_files import read_ranges
 from gyre_daemon.storage.unions import ConcatenatedFiles
+from gyre_daemon.workers.compute_workers import ComputeWorkers
 
 _AT_ONCE = 2  # each may take the memory of one process
 _LABELS, _TEXTS_AT_ONCE = "labels", 1000
@@ -51,7 +52,7 @@ _MAX_MANIFEST_BYTES = 1 << 30
 class ManifestReader:
     """Reads the manifests of all datasets of a daemon."""
 
-    def __init__(self, processes: ScanProcesses) -> None:
+    def __init__(self, processes: ComputeWorkers) -> None:
         """See `Scanner`."""
         self._processes = processes
         self._turns = asyncio.Semaphore(_AT_ONCE)
@@ -69,10 +70,9 @@ class ManifestReader:
             (data,) = await read_ranges(storage, [0], [0], [shard.size_bytes])
             return await compute(listed.read_manifest, shard.name, data)
         scanner = Scanner(self._processes)
-        scan = Scan("manifest", partial(_run, listed), lambda _: 0, lambda *_: None)
         try:
             async with self._turns:
-                arrays = await scanner.scan(scan, storage, 0)
+                arrays = await scanner.scan(partial(_run, listed), storage, 0)
         finally:
             scanner.kill()
         return await _received(storage.shards[0].name, arrays)
@@ -92,12 +92,12 @@ class ManifestReader:
         """
         sizes = np.array([len(text) for text in texts], np.int64)
         run = partial(_run_described, listed, described, sizes)
-        async with self._turns:
-            process = await self._processes.start()
-            try:
-                arrays = await process.scan_stream(run, _LABELS, _portions(texts))
-            finally:
-                process.kill()
+        scanner = Scanner(self._processes)
+        try:
+            async with self._turns:
+                arrays = await scanner.scan_stream(run, _LABELS, _portions(texts))
+        finally:
+            scanner.kill()
         return await _received(_LABELS, arrays)
 
 

@@ -32,7 +32,7 @@ from gyre_daemon.datasets.formats.union_index import IndexedField
 from gyre_daemon.datasets.indexing.changes import Change, ChecksumStore, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.indexing.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed, unpacked_name
-from gyre_daemon.datasets.scanning import Scanner, ScanProcesses
+from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.datasets.sidecars import Loaded, SidecarKey, SidecarOf, SidecarStore
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.runtime.events import debug_event
@@ -46,6 +46,7 @@ from gyre_daemon.storage.opening.shard_files import open_shard, read_ranges, unt
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.shard_files import open_shard, until
 from gyre_daemon.storage.sources.fsspec_drivers import CLASS
+from gyre_daemon.workers.compute_workers import ComputeWorkers
 
 # Shards that are unpacked or scanned at once. Each dataset has its own turn, so that a small
 # one does not wait behind a large one; the further turns are shared. A dataset that is opened has
@@ -167,7 +168,7 @@ class ShardIndexer:
         self,
         sidecars: SidecarStore,
         checksums: ChecksumStore,
-        processes: ScanProcesses,
+        processes: ComputeWorkers,
     ) -> None:
         """Start no process yet.
 
@@ -270,7 +271,6 @@ class ShardIndexer:
                             except CorruptSample as error:
                                 if opening.damaged is None:
                                     raise
-                                scanner.kill()  # it may have died
                                 opening.damaged[shard] = error
                                 found = IndexedShard(shard, 0, reused=False, change=None)
                         results.put_nowait(found)
@@ -312,7 +312,10 @@ class ShardIndexer:
             arrays = found[0]
         else:
             unpacked = opening.paths.get(shard)
-            arrays = await scanner.scan(opening.scan, opening.source, shard, unpacked)
+            scan, source = opening.scan, opening.source
+            arrays = await scanner.scan(
+                scan.run, source, shard, unpacked, seeks=scan.seeks, skips=scan.skips
+            )
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save
             await save(stored.sidecar_of(shard).key, local, arrays)
