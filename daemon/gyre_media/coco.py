@@ -21,10 +21,8 @@ from gyre_daemon.datasets.formats.files import (
     checked_path,
 )
 from gyre_daemon.datasets.formats.installed import FormatEntry
-from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage.shard import Texts
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.storage.file_table import Texts
+from gyre_daemon.storage.shard import Texts
 
 _INT64 = range(-(1 << 63), 1 << 63)
 

@@ -39,12 +39,6 @@ from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.runtime.ownership import make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.listing import check_listed
-from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.shard_files import opened_file
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.workers.compute_workers import ComputeWorkers

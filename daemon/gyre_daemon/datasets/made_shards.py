@@ -26,15 +26,13 @@ from gyre_daemon.datasets.scanning import (
 )
 from gyre_daemon.datasets.shard_worker import DecodeRequest
 from gyre_daemon.errors import CorruptSample, StorageUnavailable
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.gather import gather, is_allowed, memory_at
+from gyre_daemon.storage.gather import Addresses, gather, is_allowed, memory_at
 from gyre_daemon.storage.open_shards import ShardChecksums
-from gyre_daemon.storage.checksums import ShardChecksums
-from gyre_daemon.storage.local.gather import Addresses, gather, is_allowed, memory_at
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,

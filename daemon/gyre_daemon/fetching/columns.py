@@ -32,12 +32,11 @@ from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Fetch, Fetcher
 from gyre_daemon.fetching.layout import LayoutMaker
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, Staging
 from gyre_daemon.fetching.shared_work import SharedWork, WorkByKey
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
-from gyre_daemon.storage.base import Draws
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.made_samples import Lengths
 

@@ -27,14 +27,8 @@ from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.fetching.records import MadeSources
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor
-from gyre_daemon.storage.base import Delays, Draws
-from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
-from gyre_daemon.transforms.kept import STEP as CACHE
-from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, compute
-from gyre_daemon.storage.base import Draws
-from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.made_samples import STEP as CACHE
 from gyre_daemon.transforms.made_samples import Lengths

@@ -31,21 +31,11 @@ from gyre_daemon.storage.base import (
     BlockCache,
     Delays,
     Draws,
-    ReadPlan,
     Reads,
-    ShardBounds,
     Storage,
 )
-from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
-from gyre_daemon.storage.gather import memory_at
-from gyre_daemon.storage.open_shards import ShardChecksums
-from gyre_daemon.storage.base import BlockCache, Draws, Reads, Storage
-from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.cache.cached import CachedStorage
-from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.made_samples import (

@@ -20,10 +20,7 @@ from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.columns import Measuring
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
-from gyre_daemon.fetching.measuring.lengths import Measuring
 from gyre_daemon.monitoring.metrics import Census, Lately, WindowTimes, families
-from gyre_daemon.monitoring.exposition import Census, families
-from gyre_daemon.monitoring.metrics import CacheCounts, Lately, WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.steps import SkippedSteps

@@ -12,10 +12,8 @@ import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
-from gyre_daemon.datasets.formats.base import is_servable
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
-from gyre_daemon.datasets.formats.field_spec import is_servable
+from gyre_daemon.datasets.formats.base import is_servable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.threads import NO_JOB

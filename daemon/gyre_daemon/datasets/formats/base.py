@@ -26,8 +26,7 @@ text file is a sample:
     from dataclasses import dataclass
     import numpy as np
     from gyre_daemon.datasets.formats import FormatEntry
-    from gyre_daemon.datasets.formats.base import FieldSpec, Scan, array_of
-    from gyre_daemon.datasets.formats.sample_table import SampleTable
+        from gyre_daemon.datasets.formats.sample_table import SampleTable
     from gyre_daemon.datasets.formats.values import check_text
     from gyre_daemon.errors import CorruptSample
 
@@ -85,24 +84,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar, runtim
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.field_spec import (
-    MASK,
-    OFFSETS_SUFFIX,
-    PRESENT_SUFFIX,
-    SAMPLE_ID,
-    SHAPE_SUFFIX,
-    CodecName,
-    Extents,
-    FieldSpec,
-    indexed_fields,
-    stored_fields,
-)
-from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.block_order import BlockTable
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.order.shuffle.blocks import BlockTable
-from gyre_daemon.storage.file_table import FileTable, Texts
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.order.block_order import BlockTable
+from gyre_daemon.storage.shard import FileTable, Shard, Texts
 
 # A batch has these tensors besides its fields, and names derived from a field's name with these
 # suffixes. No field may have such a name.

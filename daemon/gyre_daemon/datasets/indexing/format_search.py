@@ -18,8 +18,7 @@ import numpy as np
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat
-from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec
-from gyre_daemon.datasets.formats.field_spec import check_names, renamed
+from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, check_names, renamed
 from gyre_daemon.datasets.formats.installed import installed_names
 from gyre_daemon.datasets.formats.jsonl import has_records, may_be_array
 from gyre_daemon.datasets.formats.union_index import IndexedField
@@ -27,19 +26,17 @@ from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, l
 from gyre_daemon.datasets.known_formats import FORMATS, SINGLE_FILES, make_format
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.location import Location, is_beside, matches_any, no_match
-from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
-from gyre_daemon.storage.shard_files import read_ranges
-from gyre_daemon.storage.opening.opener import StorageOpener
-from gyre_daemon.storage.opening.shard_files import read_ranges
-from gyre_daemon.storage.patterns import (
+from gyre_daemon.storage.location import (
+    Location,
     check_one_tree,
     is_beside,
     matches_any,
     no_match,
     patterns_of,
 )
+from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.shard_files import read_ranges
 
 _MAX_HEADS = 16  # files whose first bytes are read
 _MAX_FOLDERS = 16  # searched for a message

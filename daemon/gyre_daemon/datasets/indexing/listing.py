@@ -26,7 +26,6 @@ from gyre_daemon.datasets.formats.base import (
     ManifestColumn,
     ManifestFormat,
     ManifestPlace,
-    Scan,
 )
 from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
