@@ -78,7 +78,7 @@ IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 test: setup
 	mkdir -p build
 	sed '/^#/d; /^$$/d' tests/selected.txt > build/selected
-	$(IN_VENV) python -m pytest $(IN_PARALLEL) @build/selected
+	$(IN_VENV) python -m pytest $(IN_PARALLEL) --together @build/selected
 
 test-all: setup frameworks
 	$(IN_VENV) python -m pytest $(IN_PARALLEL)
@@ -103,7 +103,7 @@ test-touched: setup
 
 # Deeper models of transformers, found blocks, recomputation: what `make test-all` leaves out. And what needs torchao and bitsandbytes.
 test-models: setup $(TORCHAO_STAMP)
-	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples tests/integration/house
+	$(IN_VENV) python -m pytest -m models
 	$(IN_VENV) PYTHONPATH="$(abspath $(TORCHAO))" python -m pytest tests/distributed/steps/test_rotation_optimizers.py
 
 # In a folder of its own: wherever torchao is, each process that imports transformers imports it, too.

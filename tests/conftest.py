@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -87,7 +88,28 @@ LONGEST_FIRST = (
 )
 
 
+# Processes that a worker starts once for all its files: their imports take 2 to 6 CPU-seconds. With
+# `--together` the files that need the same one go to one worker.
+RANKS = "ranks, forked by tests/distributed/gloo_ranks.py"
+RUNS = "runs of gyre-train, forked by tests/train_jobs.py"
+S3 = "moto's server"
+TOGETHER = {
+    "tests/distributed/": RANKS,
+    "tests/integration/service/test_peers.py": RANKS,
+    "tests/integration/trainer/": RUNS,
+    "tests/contract/formats/test_library_folders.py": S3,
+    "tests/integration/datasets/test_formats.py": S3,
+    "tests/integration/service/test_daemon_batches.py": S3,
+    "tests/integration/service/test_node_cache.py": S3,
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--together",
+        action="store_true",
+        help="give the files that need the same costly process to one worker of xdist",
+    )
     parser.addoption(
         "--stop-after",
         type=float,
@@ -126,6 +148,21 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Returns two workers more than cores, because tests wait for a third of their time."""
     return len(os.sched_getaffinity(0)) + 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return a scheduler that keeps files whole, as `--dist loadfile`, and those of `TOGETHER`."""
+    if not config.getoption("--together"):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class TogetherScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            found = [name for path, name in TOGETHER.items() if nodeid.startswith(path)]
+            return found[0] if found else str(super()._split_scope(nodeid))
+
+    return TogetherScheduling(config, log)
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
@@ -258,13 +295,9 @@ def gyred_command(interpreter: Interpreter) -> GyredCommand:
     return run
 
 
-@pytest.fixture
-def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
-    """`gyred({"datasets": {...}})` starts a daemon on a socket of its own.
-
-    Its indexes go to a folder of the test. `environment` adds variables; `command` is what the
-    interpreter runs. All daemons are stopped after the test.
-    """
+@contextmanager
+def daemons_in(folder: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
+    """Give what `gyred` gives; the daemons and their indexes are in a folder."""
     daemons: list[Daemon] = []
 
     def start(
@@ -272,24 +305,22 @@ def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] = SERVE,
     ) -> Daemon:
-        folder = tmp_path / f"daemon-{len(daemons)}"
-        folder.mkdir()
-        address = f"unix:{folder}/run/gyre.sock"
-        config_path = folder / "gyre.toml"
+        own = folder / f"daemon-{len(daemons)}"
+        own.mkdir()
+        address = f"unix:{own}/run/gyre.sock"
+        config_path = own / "gyre.toml"
         config_path.touch(0o600)  # some configurations hold secrets
         config_path.write_text(
             to_toml(
                 {
                     "listen": [address],
-                    "index_dir": str(folder / "index"),
+                    "index_dir": str(own / "index"),
                     "drain_timeout_s": 3.0,
                     **config,
                 }
             )
         )
-        daemon = Daemon(
-            config_path, address, folder / "log", environment or {}, command, interpreter
-        )
+        daemon = Daemon(config_path, address, own / "log", environment or {}, command, interpreter)
         daemons.append(daemon)
         return daemon.start()
 
@@ -304,10 +335,27 @@ def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
 
 
 @pytest.fixture
-def token_files(tmp_path: Path) -> Path:
-    """A folder of four shards of uint16 tokens: 1000 + 700 + 3 + 1300, each its own number."""
-    folder = tmp_path / "tokens"
-    folder.mkdir()
+def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
+    """`gyred({"datasets": {...}})` starts a daemon on a socket of its own.
+
+    Its indexes go to a folder of the test. `environment` adds variables; `command` is what the
+    interpreter runs. All daemons are stopped after the test.
+    """
+    with daemons_in(tmp_path, interpreter) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_gyred(
+    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> Iterator[StartDaemon]:
+    """As `gyred`, for daemons that all tests of a file share: a start takes 0.2 CPU-seconds."""
+    with daemons_in(tmp_path_factory.mktemp("daemons"), interpreter) as start:
+        yield start
+
+
+def write_tokens(folder: Path) -> Path:
+    """Writes four shards of uint16 tokens: 1000 + 700 + 3 + 1300, each its own number."""
     tokens = np.arange(3003, dtype=np.uint16)
     for name, begin, end in (
         ("a", 0, 1000),
@@ -317,6 +365,14 @@ def token_files(tmp_path: Path) -> Path:
     ):
         tokens[begin:end].tofile(folder / f"{name}.bin")
     return folder
+
+
+@pytest.fixture
+def token_files(tmp_path: Path) -> Path:
+    """A folder of the shards of `write_tokens`."""
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    return write_tokens(folder)
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,21 @@ def private_daemon() -> Iterator[None]:
     target.release()
 
 
-@pytest.fixture
-def numbers_file(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def numbers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of int16 tokens in which sample i is [8i, 8i + 8)."""
-    path = tmp_path / "tokens.bin"
+    path = tmp_path_factory.mktemp("numbers") / "tokens.bin"
     np.arange(NUM_SAMPLES * SAMPLE_LENGTH, dtype=np.int16).tofile(path)
     return path
 
 
-@pytest.fixture
-def numbers(gyred: StartDaemon, numbers_file: Path) -> str:
+@pytest.fixture(scope="module")
+def numbers(shared_gyred: StartDaemon, numbers_file: Path) -> str:
     """The address of a daemon that serves the file as `numbers`, and half of it as `half`."""
     half = numbers_file.with_name("half.bin")
     half.write_bytes(numbers_file.read_bytes()[: NUM_SAMPLES * SAMPLE_LENGTH])
     common = {"format": "tokens", "dtype": "int16", "sequence_length": SAMPLE_LENGTH}
     datasets = {"numbers": numbers_file, "half": half}
-    return gyred(
+    return shared_gyred(
         {"datasets": {name: {"uri": str(path), **common} for name, path in datasets.items()}}
     ).address

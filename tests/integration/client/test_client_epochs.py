@@ -5,7 +5,6 @@ Epochs, breaks, validation, and states inside and between epochs.
 
 from collections.abc import Iterator
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,16 @@ NUM_SAMPLES = 101
 LENGTH = 8
 
 
-@pytest.fixture
-def address(gyred: Any, tmp_path: Path) -> str:
-    path = tmp_path / "tokens.bin"
+@pytest.fixture(scope="module")
+def address(shared_gyred: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "tokens.bin"
     np.arange(NUM_SAMPLES * LENGTH, dtype=np.uint16).tofile(path)
     numbers = {"uri": str(path), "format": "tokens", "sequence_length": LENGTH, "dtype": "uint16"}
-    found: str = gyred({"datasets": {"numbers": numbers}}).address
+    found: str = shared_gyred({"datasets": {"numbers": numbers}}).address
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def whole(address: str) -> list[list[int]]:
     """The steps of the first five epochs and more."""
     with loader(address) as reading:

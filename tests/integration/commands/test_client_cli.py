@@ -16,17 +16,19 @@ from gyre_client.targets.target import find_target
 from gyre_client.transport.connection import Connection
 from webdataset import TarWriter
 
+from tests.conftest import Daemon, StartDaemon
 
-@pytest.fixture
-def daemon(gyred: Any, tmp_path: Path) -> Any:
-    tokens = tmp_path / "tokens.bin"
+
+def serve(start: StartDaemon, folder: Path) -> Daemon:
+    """A daemon with 100 samples of tokens and 20 of text."""
+    tokens = folder / "tokens.bin"
     np.arange(800, dtype=np.uint16).tofile(tokens)
-    with TarWriter(str(tmp_path / "texts-000.tar")) as writer:
+    with TarWriter(str(folder / "texts-000.tar")) as writer:
         for n in range(20):
             writer.write(
                 {"__key__": f"{n:03d}", "txt": f"text number {n}", "bin": b"\xff" + bytes([n])}
             )
-    return gyred(
+    return start(
         {
             "datasets": {
                 "numbers": {
@@ -36,13 +38,23 @@ def daemon(gyred: Any, tmp_path: Path) -> Any:
                     "sequence_length": 8,
                 },
                 "texts": {
-                    "uri": str(tmp_path / "texts-000.tar"),
+                    "uri": str(folder / "texts-000.tar"),
                     "format": "webdataset",
                     "fields": ["txt", "bin"],
                 },
             }
         }
     )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def daemon(shared_gyred: StartDaemon, folder: Path) -> Daemon:
+    return serve(shared_gyred, folder)
 
 
 class Gyre:
@@ -71,17 +83,24 @@ class Gyre:
 
 
 @pytest.fixture
-def gyre(daemon: Any, capsys: pytest.CaptureFixture[str]) -> Gyre:
+def gyre(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Gyre:
     return Gyre(daemon.address, capsys)
 
 
-def test_datasets(gyre: Gyre) -> None:
-    assert [(found["name"], found["format"], found["open"]) for found in gyre.json("datasets")] == [
+@pytest.fixture
+def fresh(gyred: StartDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Gyre:
+    """A daemon that has opened no dataset."""
+    return Gyre(serve(gyred, tmp_path).address, capsys)
+
+
+def test_datasets(fresh: Gyre) -> None:
+    found = fresh.json("datasets")
+    assert [(each["name"], each["format"], each["open"]) for each in found] == [
         ("numbers", "tokens", False),
         ("texts", "webdataset", False),
     ]
-    gyre.json("describe", "numbers")
-    lines = gyre.text("datasets").splitlines()
+    fresh.json("describe", "numbers")
+    lines = fresh.text("datasets").splitlines()
     assert lines[0].split() == ["NAME", "FORMAT", "OPEN", "URI"]
     assert lines[1].split()[:3] == ["numbers", "tokens", "yes"]
 
@@ -97,7 +116,7 @@ def test_describe(gyre: Gyre) -> None:
     assert "txt    uint8  [*]" in text
 
 
-def test_plan_is_what_a_loader_reads(gyre: Gyre, daemon: Any) -> None:
+def test_plan_is_what_a_loader_reads(gyre: Gyre, daemon: Daemon) -> None:
     arguments = ["plan", "numbers", "--batch-size", "12", "--seed", "5", "--step", "2"]
     parts = [
         gyre.json(*arguments, "--rank", str(rank), "--world-size", "2")["sample_ids"]
@@ -113,7 +132,7 @@ def test_plan_is_what_a_loader_reads(gyre: Gyre, daemon: Any) -> None:
     assert text.count("(") == 8
 
 
-def test_plans_of_successive_steps_in_any_order(gyre: Gyre, daemon: Any) -> None:
+def test_plans_of_successive_steps_in_any_order(gyre: Gyre, daemon: Daemon) -> None:
     arguments = [
         "plan",
         "numbers",
@@ -178,8 +197,8 @@ def test_the_cost_of_each_order(gyre: Gyre) -> None:
     assert gyre.error("plan", "numbers", "--cost", "--batch-size", "4", "--io-block", "1B")[0] == 2
 
 
-def test_index(gyre: Gyre) -> None:
-    first = gyre.json("index", "texts")
+def test_index(fresh: Gyre) -> None:
+    first = fresh.json("index", "texts")
     fingerprint = first.pop("fingerprint")
     (shard,) = first["shards"]
     assert first == {
@@ -192,14 +211,14 @@ def test_index(gyre: Gyre) -> None:
         "fingerprint_before": None,
         "was_appended": False,
     }
-    assert gyre.text("index", "texts") == (
+    assert fresh.text("index", "texts") == (
         "samples      20\nshards       1: 1 kept\n"
         f"fingerprint  {fingerprint}\ncursors      all fit as before\n"
     )
-    assert gyre.json("index", "numbers", "--checksums")["num_samples"] == 100
+    assert fresh.json("index", "numbers", "--checksums")["num_samples"] == 100
 
 
-def test_status(gyre: Gyre, daemon: Any) -> None:
+def test_status(gyre: Gyre, daemon: Daemon) -> None:
     assert gyre.json("status")["sessions"] == []
     with Loader(
         "numbers", batch_size=12, rank=1, world_size=2, address=daemon.address, job="train"
@@ -260,8 +279,9 @@ def test_a_path_needs_no_daemon(
 @pytest.mark.parametrize("command", ["describe", "index", "plan", "cat", "bench", "why"])
 def test_a_path_is_served_beside_a_daemon_in_the_environment(
     command: str,
-    daemon: Any,
-    tmp_path: Path,
+    daemon: Daemon,
+    private_daemon: None,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -277,7 +297,7 @@ def test_a_path_is_served_beside_a_daemon_in_the_environment(
     monkeypatch.setenv("GYRE_ADDRESS", daemon.address)
     arguments = [
         command,
-        str(tmp_path / "tokens.bin"),
+        str(folder / "tokens.bin"),
         "--format",
         "tokens",
         *more.get(command, []),
@@ -302,14 +322,14 @@ def test_a_name_that_is_a_file_here_may_have_been_meant_as_a_path(
     assert "./" not in gyre.error("describe", "wiki")[1]
 
 
-def test_a_shared_daemon_refuses_a_path_and_says_what_to_do(gyre: Gyre, tmp_path: Path) -> None:
-    status, text = gyre.error("describe", str(tmp_path / "tokens.bin"))
+def test_a_shared_daemon_refuses_a_path_and_says_what_to_do(gyre: Gyre, folder: Path) -> None:
+    status, text = gyre.error("describe", str(folder / "tokens.bin"))
     assert status == 1
     assert "ask for one by name, or run a private daemon" in text
     assert "--format" not in gyre.error("describe", "wiki")[1]
 
 
-def test_the_installed_command_starts_without_torch(daemon: Any) -> None:
+def test_the_installed_command_starts_without_torch(daemon: Daemon) -> None:
     program = (
         "import sys; from gyre_client.command.cli import main; "
         "status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"
@@ -320,7 +340,7 @@ def test_the_installed_command_starts_without_torch(daemon: Any) -> None:
     assert json.loads(result.stdout)["pid"] == daemon.process.pid
 
 
-def test_a_closed_pipe_is_no_error(daemon: Any) -> None:
+def test_a_closed_pipe_is_no_error(daemon: Daemon) -> None:
     plan = f"plan numbers --step 0 --batch-size 100000 --address {daemon.address}"
     command = f"{sys.executable} -m gyre_client {plan} | head -c 10"
     result = subprocess.run(
@@ -333,7 +353,9 @@ def test_a_closed_pipe_is_no_error(daemon: Any) -> None:
     assert (result.stdout, result.stderr) == ("step 0 beg", "")
 
 
-def test_an_index_that_was_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_index_that_was_interrupted_goes_on_where_it_was(
+    tmp_path: Path, private_daemon: None
+) -> None:
     for shard in range(6):
         with TarWriter(str(tmp_path / f"{shard}.tar")) as writer:
             for number in range(9):

@@ -23,9 +23,16 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
-from tests.conftest import S3Server, StartDaemon
+from tests.conftest import Daemon, S3Server, StartDaemon, write_tokens
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
+
+
+@pytest.fixture(scope="module")
+def tokens(shared_gyred: StartDaemon, tmp_path_factory: pytest.TempPathFactory) -> Daemon:
+    """300 samples of tokens in four shards."""
+    folder = write_tokens(tmp_path_factory.mktemp("tokens"))
+    return shared_gyred({"datasets": {"tokens": {"uri": str(folder), **TOKENS}}})
 
 
 def collect(loader: Loader, num_batches: int) -> list[dict[str, torch.Tensor]]:
@@ -57,8 +64,7 @@ def test_tokens_are_the_files_windows(gyred: StartDaemon, token_files: Path) -> 
     assert seen != sorted(seen)
 
 
-def test_ranks_share_each_global_batch(gyred: StartDaemon, token_files: Path) -> None:
-    daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+def test_ranks_share_each_global_batch(tokens: Daemon) -> None:
     with ExitStack() as stack:
 
         def read(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
@@ -68,7 +74,7 @@ def test_ranks_share_each_global_batch(gyred: StartDaemon, token_files: Path) ->
                 seed=5,
                 rank=rank,
                 world_size=world_size,
-                address=daemon.address,
+                address=tokens.address,
             )
             return collect(stack.enter_context(loader), 40)  # three epochs and a bit
 
@@ -82,11 +88,10 @@ def test_ranks_share_each_global_batch(gyred: StartDaemon, token_files: Path) ->
             assert equal(joined, whole)
 
 
-def test_jobs_with_different_seeds_at_once(gyred: StartDaemon, token_files: Path) -> None:
-    daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+def test_jobs_with_different_seeds_at_once(tokens: Daemon) -> None:
     with ExitStack() as stack:
         loaders = [
-            stack.enter_context(Loader("tokens", batch_size=30, seed=seed, address=daemon.address))
+            stack.enter_context(Loader("tokens", batch_size=30, seed=seed, address=tokens.address))
             for seed in (1, 2)
         ]
         steps = list(zip(*loaders, strict=True))  # a batch of the one, a batch of the other

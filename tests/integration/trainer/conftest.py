@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import Daemon, to_toml
+from tests.conftest import StartDaemon
 from tests.preloaded.interpreter import Interpreter
 from tests.served_runs import CONFIG, Trainer, write_data
 from tests.train_jobs import DEADLINE_S, IMPORTS, LIBRARY_IMPORTS, Jobs
@@ -30,24 +30,10 @@ def tiny_jobs(tmp_path: Path, trainer_interpreter: Interpreter) -> Iterator[Jobs
 
 
 @pytest.fixture(scope="module")
-def served_bytes(
-    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
-) -> Iterator[str]:
+def served_bytes(shared_gyred: StartDaemon, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of one daemon that serves `bytes` to all runs of a file."""
-    folder = tmp_path_factory.mktemp("daemon")
-    address = f"unix:{folder}/run/gyre.sock"
-    config = {
-        "listen": [address],
-        "index_dir": str(folder / "index"),
-        "drain_timeout_s": 3.0,
-        "datasets": {"bytes": write_data(folder / "data")},
-    }
-    (folder / "gyre.toml").write_text(to_toml(config))
-    daemon = Daemon(
-        folder / "gyre.toml", address, folder / "log", {}, interpreter=interpreter
-    ).start()
-    yield address
-    daemon.stop()
+    data = write_data(tmp_path_factory.mktemp("served") / "bytes")
+    return shared_gyred({"datasets": {"bytes": data}}).address
 
 
 @pytest.fixture
