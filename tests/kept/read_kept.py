@@ -51,19 +51,18 @@ def read(address: str, case: Case, num_steps: int) -> tuple[Seen, str]:
         return steps, state
 
 
-def main() -> None:
-    """Read all cases of standard input."""
+def read_all(address: str, cases: dict[str, Case]) -> dict[str, Any]:
+    """What is written; a batch has tuples for JSON's lists."""
     batches: dict[str, Any] = {}
     states: dict[str, str] = {}
-    for name, case in json.load(sys.stdin).items():
+    for name, case in cases.items():
         try:
             num_steps = case.get("num_steps", len(case["batches"]))
-            batches[name], states[name] = read(sys.argv[1], case, num_steps)
+            batches[name], states[name] = read(address, case, num_steps)
         except GyreError as error:
             batches[name] = str(error)
-    found = {"client": gyre_client.__file__, "batches": batches, "states": states}
-    json.dump(found, sys.stdout)
+    return {"client": gyre_client.__file__, "batches": batches, "states": states}
 
 
 if __name__ == "__main__":
-    main()
+    json.dump(read_all(sys.argv[1], json.load(sys.stdin)), sys.stdout)

@@ -30,16 +30,17 @@ NUM_SAMPLES, BATCH_SIZE = 4000, 8
 NUM_INTERRUPTS = 1000
 
 
-@pytest.fixture
-def address(gyred: StartDaemon, tmp_path: Path) -> str:
-    np.arange(NUM_SAMPLES * 4, dtype="<u2").tofile(tmp_path / "tokens.bin")
+@pytest.fixture(scope="module")
+def address(shared_gyred: StartDaemon, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "tokens.bin"
+    np.arange(NUM_SAMPLES * 4, dtype="<u2").tofile(path)
     tokens = {
-        "uri": str(tmp_path / "tokens.bin"),
+        "uri": str(path),
         "format": "tokens",
         "dtype": "uint16",
         "sequence_length": 4,
     }
-    address: str = gyred({"datasets": {"tokens": tokens}}).address
+    address: str = shared_gyred({"datasets": {"tokens": tokens}}).address
     return address
 
 

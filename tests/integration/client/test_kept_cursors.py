@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
+from tests.kept.read_kept import read_all
 
 KEPT = Path(__file__).parents[2] / "kept"
 (WHEEL,) = KEPT.glob("gyre_client-*.whl")
@@ -18,7 +19,7 @@ KEPT = Path(__file__).parents[2] / "kept"
 CLIENTS = ("today's", "kept")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def kept() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((KEPT / "cursors.json").read_text())
     del found["cases"]["joined"]["arguments"]["join"]  # today's Loader has no such argument
@@ -27,27 +28,33 @@ def kept() -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def daemon(shared_gyred: StartDaemon, kept: dict[str, Any]) -> Daemon:
+    return shared_gyred({"datasets": kept["datasets"], "mixtures": kept["mixtures"]})
+
+
 def read(daemon: Daemon, client: str, cases: dict[str, Any]) -> dict[str, Any]:
-    path = [str(WHEEL)] if client == "kept" else []
+    """Read with today's client in this process, or with the kept one in its own."""
+    if client == "today's":
+        return json.loads(json.dumps(read_all(daemon.address, cases)))  # type: ignore[no-any-return]
     done = subprocess.run(
         [sys.executable, "-m", "tests.kept.read_kept", daemon.address],
         input=json.dumps(cases),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WHEEL), *sys.path])},
         stdout=subprocess.PIPE,
         text=True,
         timeout=240,
         check=True,
     )
     found: dict[str, Any] = json.loads(done.stdout)
-    assert (str(WHEEL) in found["client"]) == (client == "kept")
+    assert str(WHEEL) in found["client"]
     return found
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_kept_cursors_go_on_with_the_same_batches(
-    gyred: StartDaemon, kept: dict[str, Any], client: str
+    daemon: Daemon, kept: dict[str, Any], client: str
 ) -> None:
-    daemon = gyred({"datasets": kept["datasets"], "mixtures": kept["mixtures"]})
     found = read(daemon, client, kept["cases"])
     wanted = {name: case["batches"] for name, case in kept["cases"].items()}
     del wanted["joined"]
@@ -57,9 +64,8 @@ def test_kept_cursors_go_on_with_the_same_batches(
 
 @pytest.mark.parametrize(("saver", "client"), [CLIENTS, CLIENTS[::-1]])
 def test_each_client_goes_on_from_the_other_s_state(
-    gyred: StartDaemon, kept: dict[str, Any], saver: str, client: str
+    daemon: Daemon, kept: dict[str, Any], saver: str, client: str
 ) -> None:
-    daemon = gyred({"datasets": kept["datasets"], "mixtures": kept["mixtures"]})
     cases = {name: case for name, case in kept["cases"].items() if name != "joined"}
     first = {name: {**case, "num_steps": 2} for name, case in cases.items()}
     states = read(daemon, saver, first)["states"]

@@ -191,8 +191,8 @@ def test_a_look_at_every_size_of_terminal_fits() -> None:
         for n in range(30)
     ]
     snapshot = answer(*sessions)
-    for num_columns in range(1, 160):
-        for num_lines in (1, 2, 3, 10, 100, None):
+    for num_columns in (*range(1, 80), *range(80, 160, 10)):
+        for num_lines in (1, 3, 10, None):
             lines = summary_lines(snapshot, num_columns, num_lines)
             assert all(width(line) <= num_columns for line in lines)
             assert num_lines is None or len(lines) <= num_lines

@@ -3,7 +3,6 @@
 import ftplib
 
 import pytest
-import requests
 from gyre_daemon.errors import (
     CorruptSample,
     GyreError,
@@ -25,8 +24,6 @@ from gyre_daemon.storage.shard import Shard, Validators
 SHARD = Shard("a/0.tar", 1000, '"v1"', validators=Validators('"v1"'))
 WANTED = ByteRange(SHARD, 100, 150)
 WHOLE = ByteRange(SHARD, 0, 1000)
-FORBIDDEN = requests.Response()
-FORBIDDEN.status_code = 403
 
 
 @pytest.mark.parametrize(
@@ -173,12 +170,19 @@ def test_a_storages_words_are_shown_as_far_as_they_help(detail: str, said: str) 
         (ftplib.error_perm("530 Authentication failed."), 403),
         (ftplib.error_temp("421 Too many connections."), 503),
         (ftplib.error_temp("450 Busy."), 0),
-        (requests.HTTPError("no", response=FORBIDDEN), 403),
     ],
     ids=str,
 )
 def test_the_errors_of_drivers(error: Exception, status: int) -> None:
     assert response_from_error(error).status == status
+
+
+def test_the_error_of_a_driver_that_reads_with_requests() -> None:
+    import requests
+
+    forbidden = requests.Response()
+    forbidden.status_code = 403
+    assert response_from_error(requests.HTTPError("no", response=forbidden)).status == 403
 
 
 def test_an_error_of_the_archive_is_that_of_its_member() -> None:
