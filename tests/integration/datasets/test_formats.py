@@ -17,7 +17,7 @@ from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
 from webdataset import TarWriter
 
-from tests.conftest import S3Server, StartDaemon
+from tests.conftest import Daemon, S3Server, StartDaemon
 from tests.integration.datasets.stored_formats import (
     FORMATS,
     NUM_SAMPLES,
@@ -72,35 +72,50 @@ def web_server() -> Iterator[ObjectServerProcess]:
         yield process
 
 
-@pytest.mark.parametrize("store", FORMATS, ids=lambda store: store.__name__)
-def test_every_sample_is_that_of_the_formats_own_reader(
-    store: Callable[[Path], Stored],
-    gyred: StartDaemon,
+@pytest.fixture(scope="module")
+def served(
+    shared_gyred: StartDaemon,
     s3_server: S3Server,
     web_server: ObjectServerProcess,
-    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Daemon, dict[str, Stored]]:
+    """One daemon with every format on disk, in S3, and on a web server, which lists nothing.
+
+    So the files there are named. Its datasets are `FORMAT-local`, `FORMAT-s3` and `FORMAT-http`.
+    """
+    folder, formats, tables = tmp_path_factory.mktemp("formats"), {}, {}
+    s3_server.make_bucket("formats")
+    for store in FORMATS:
+        name, names = store.__name__, []
+        stored = formats[name] = store(folder / name)
+        for path in sorted((folder / name).rglob("*")):
+            if path.is_file():
+                key = path.relative_to(folder).as_posix()
+                s3_server.put("formats", key, path.read_bytes())
+                web_server.put(f"/{key}", path.read_bytes())
+                names += [path.name] * (path.suffix not in BESIDE)
+        uris: dict[str, dict[str, Any]] = {
+            "local": {"uri": str(folder / name)},
+            "s3": {"uri": f"s3://formats/{name}/", "storage": s3_server.storage_settings},
+            "http": {"uri": f"{web_server.url}/{name}/{{{','.join(names)}}}"},
+        }
+        if store is store_files:  # a manifest lists them: `test_files_of_a_manifest_are_served`
+            del uris["http"]
+        tables |= {f"{name}-{where}": {**each, **stored.keys} for where, each in uris.items()}
+    return shared_gyred({"datasets": tables}), formats
+
+
+@pytest.mark.parametrize("store", [store.__name__ for store in FORMATS])
+def test_every_sample_is_that_of_the_formats_own_reader(
+    store: str, served: tuple[Daemon, dict[str, Stored]]
 ) -> None:
-    """On disk, in S3, and on a web server, which lists nothing: so its files are named."""
-    stored, bucket = store(tmp_path / "set"), store.__name__.replace("_", "-")
-    s3_server.make_bucket(bucket)
-    names = []
-    for path in sorted((tmp_path / "set").rglob("*")):
-        if path.is_file():
-            key = path.relative_to(tmp_path).as_posix()
-            s3_server.put(bucket, key, path.read_bytes())
-            web_server.put(f"/{bucket}/{key}", path.read_bytes())
-            names += [path.name] * (path.suffix not in BESIDE)
-    datasets: dict[str, dict[str, Any]] = {
-        "local": {"uri": str(tmp_path / "set")},
-        "s3": {"uri": f"s3://{bucket}/set/", "storage": s3_server.storage_settings},
-        "http": {"uri": f"{web_server.url}/{bucket}/set/{{{','.join(names)}}}"},
-    }
-    if store is store_files:  # a manifest lists them: `test_files_of_a_manifest_are_served`
-        del datasets["http"]
-    tables = {name: {**each, **stored.keys} for name, each in datasets.items()}
-    daemon = gyred({"datasets": tables})
-    for name in datasets:
-        check(Loader(name, batch_size=7, epochs=1, tail="pad", address=daemon.address), stored)
+    daemon, formats = served
+    for where in ("local", "s3") if store == "store_files" else ("local", "s3", "http"):
+        name = f"{store}-{where}"
+        check(
+            Loader(name, batch_size=7, epochs=1, tail="pad", address=daemon.address),
+            formats[store],
+        )
 
 
 @pytest.mark.parametrize(
