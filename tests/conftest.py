@@ -155,14 +155,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return a scheduler that keeps files whole, as `--dist loadfile`, and those of `TOGETHER`."""
     if not config.getoption("--together"):
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-    class TogetherScheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            found = [name for path, name in TOGETHER.items() if nodeid.startswith(path)]
-            return found[0] if found else str(super()._split_scope(nodeid))
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope  # the public way, marks, changes the ids of tests
 
-    return TogetherScheduling(config, log)
+    def unit_of(nodeid: str) -> str:
+        found = [name for path, name in TOGETHER.items() if nodeid.startswith(path)]
+        return found[0] if found else str(file_of(nodeid))
+
+    scheduling._split_scope = unit_of
+    return scheduling
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
