@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import FigureJobs, StepFigures, side_by_side
+from gyre_trainer.accounting.step_cost import StepCost, step_costs
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
 
@@ -104,16 +104,14 @@ def config_of(
     return build(TrainConfig, table)
 
 
-def counted(model: RealModel, num_tokens: int, num_ranks: int) -> list[StepFigures]:
-    """The cost of a step for rank 0 in each way; dry runs are side by side."""
-    jobs = [
-        (FigureJobs.of(config_of(model, num_tokens, num_ranks, layers=layers)), strategy)
-        for strategy, layers in _WAYS.values()
-    ]
-    costs = iter(
-        side_by_side([run for each, strategy in jobs for run in each.run([strategy], num_ranks)])
+def counted(model: RealModel, num_tokens: int, num_ranks: int) -> list[StepCost]:
+    """The cost of a step for rank 0 in each way."""
+    return step_costs(
+        [
+            (config_of(model, num_tokens, num_ranks, layers=layers), strategy, num_ranks)
+            for strategy, layers in _WAYS.values()
+        ]
     )
-    return [each.figures(strategy, costs) for each, strategy in jobs]
 
 
 def shards_of(model: RealModel, num_ranks: int) -> int:
@@ -135,7 +133,7 @@ def print_table(names: Sequence[str], tokens: Sequence[int], num_ranks: int) -> 
         print(f"| {name} | {num_tokens:,} | {' | '.join(cells)} |", flush=True)
 
 
-def _cells(found: Sequence[StepFigures], num_shard_bytes: int) -> Iterator[str]:
+def _cells(found: Sequence[StepCost], num_shard_bytes: int) -> Iterator[str]:
     *gyre, _, _ = found
     best = min(found[2:], key=lambda each: each.peak_bytes)
     yield from (f"{each.peak_bytes / 2**30:.2f}" for each in found)

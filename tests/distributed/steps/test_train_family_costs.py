@@ -4,8 +4,7 @@ import gc
 
 import pytest
 from gyre_trainer.accounting.baselines import Strategy, distribute
-from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.step_cost import measure_step
+from gyre_trainer.accounting.step_cost import dry_run, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.training.build import add_adapters, encode_frozen

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from gyre_trainer.accounting.baselines import Strategy, distribute
-from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.step_cost import StepCost, measure_step
+from gyre_trainer.accounting.step_cost import StepCost, dry_run, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.training.collate import Examples

@@ -8,7 +8,7 @@ import sys
 
 _HOLD = """
 import os, sys, time
-from gyre_trainer.accounting.depth import side_by_side
+from gyre_trainer.accounting.step_cost import side_by_side
 
 def hold():
     os.write(int(sys.argv[1]), b"x")

@@ -7,14 +7,14 @@ import pytest
 import torch
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.counters import CATEGORIES, Category
-from gyre_trainer.accounting.depth import (
-    figures,
+from gyre_trainer.accounting.plan import module_counts, modules_table
+from gyre_trainer.accounting.step_cost import (
+    StepCost,
+    dry_run,
     layer_kinds,
     side_by_side,
-    step_figures,
+    step_costs,
 )
-from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.plan_tables import module_counts, modules_table
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
@@ -49,6 +49,12 @@ def config(model: dict[str, Any], *, recompute: str = "none") -> TrainConfig:
     return build(TrainConfig, sections, "")
 
 
+def told(settings: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
+    """The cost of a step, from a few layers."""
+    (cost,) = step_costs([(settings, strategy, num_ranks)])
+    return cost
+
+
 def kinds_of(settings: TrainConfig) -> tuple[int, int]:
     with torch.device("meta"):
         return layer_kinds(plain(settings.model))
@@ -61,14 +67,15 @@ def kinds_of(settings: TrainConfig) -> tuple[int, int]:
     ids=["a GPT", "of transformers, recomputing"],
 )
 def test_few_layers_tell_what_six_cost(settings: TrainConfig, strategy: Strategy) -> None:
-    told, counted = step_figures(settings, strategy, 2), figures(dry_run(settings, strategy, 2))
-    assert told.sent_bytes == counted.sent_bytes
-    assert told.operations == counted.operations
-    assert told.peak_bytes == counted.peak_bytes
+    of_few, counted = told(settings, strategy, 2), dry_run(settings, strategy, 2)
+    assert of_few.sent_bytes == counted.sent_bytes
+    assert of_few.operations == counted.operations
+    assert of_few.num_operators == counted.num_operators
+    assert of_few.peak_bytes == counted.peak_bytes
 
 
 def test_a_step_has_six_operations_for_each_token_and_weight_of_a_matrix() -> None:
-    (alone,) = {step_figures(config(GPT), each, 1).operations for each in Strategy}
+    (alone,) = {told(config(GPT), each, 1).operations for each in Strategy}
     matrices = 6 * (4 * 32 * 32 + 3 * 32 * 64)
     head_again = 128 * 32  # computes its logits again in backward
     scores = 6 * 7 * 2 * 16 * 32  # of each token; queries with keys, and their gradients
@@ -78,15 +85,13 @@ def test_a_step_has_six_operations_for_each_token_and_weight_of_a_matrix() -> No
 
 def test_frozen_weights_have_no_gradients_and_no_states() -> None:
     adapted = config({"config": LLAMA, "lora": {"rank": 2}})
-    told, counted = (
-        step_figures(adapted, Strategy.GYRE, 2),
-        figures(dry_run(adapted, Strategy.GYRE, 2)),
-    )
-    assert (told.at_peak, told.sent_bytes) == (counted.at_peak, counted.sent_bytes)
+    of_few, counted = told(adapted, Strategy.GYRE, 2), dry_run(adapted, Strategy.GYRE, 2)
+    at_peak = of_few.timeline.peak()
+    assert (at_peak, of_few.sent_bytes) == (counted.timeline.peak(), counted.sent_bytes)
     num_matrices = 6 * 2 * 2  # A and B, of queries and values
     numel = num_matrices * 2 * 32
-    assert told.at_peak[Category.OPTIMIZER] == 8 * numel + 4 * num_matrices  # and steps
-    assert told.at_peak[Category.GRADIENTS] <= 4 * numel
+    assert at_peak[Category.OPTIMIZER] == 8 * numel + 4 * num_matrices  # and steps
+    assert at_peak[Category.GRADIENTS] <= 4 * numel
     shown = modules_table(module_counts(adapted, 2))
     assert "model.layers.*.self_attn.q_proj.lora_A.default x6  replicated" in shown
 
@@ -109,7 +114,7 @@ def test_a_model_whose_shapes_depend_on_unknown_values_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experts = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 1}
-    same = "gyre_trainer.accounting.dry_run._even_choices"
+    same = "gyre_trainer.accounting.step_cost._even_choices"
     monkeypatch.setattr(same, lambda chosen, *_: chosen)  # not known
     with pytest.raises(ConfigError, match="which experts they choose, so it cannot be planned"):
         dry_run(config({"config": experts}), Strategy.GYRE, 2)
@@ -153,7 +158,7 @@ NESTED = {"text_config": TEXT | {"head_dim": 8}, "vision_config": TOWER}
 def test_a_configuration_of_several_parts_is_planned() -> None:
     settings = config({"config": {"model_type": "gemma3"} | NESTED})
     assert kinds_of(settings) == (0, 5)
-    assert step_figures(settings, Strategy.GYRE, 2).sent_bytes > 0
+    assert told(settings, Strategy.GYRE, 2).sent_bytes > 0
 
 
 def test_scaled_rotary_positions_are_planned() -> None:
@@ -170,7 +175,7 @@ def test_a_model_that_fails_by_itself_is_no_error_of_the_plan() -> None:
     with pytest.raises(
         ConfigError, match=r"LlamaForCausalLM of this configuration fails by itself"
     ):
-        step_figures(config(model), Strategy.DDP, 2)
+        told(config(model), Strategy.DDP, 2)
 
 
 def test_an_unknown_family_is_named_without_all_others() -> None:

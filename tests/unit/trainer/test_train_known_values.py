@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gyre_trainer.accounting.dry_run import RealIntegers
+from gyre_trainer.accounting.step_cost import RealIntegers
 from gyre_trainer.errors import ConfigError
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode

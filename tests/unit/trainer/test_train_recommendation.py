@@ -2,17 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.counters import CATEGORIES, Category
-from gyre_trainer.accounting.depth import StepFigures
-from gyre_trainer.accounting.estimate import (
-    Rates,
-    figures_of_rings,
-    recommendation,
-    ring_seconds,
-    step_seconds,
-)
+from gyre_trainer.accounting.counters import CATEGORIES, Category, Timeline
+from gyre_trainer.accounting.plan import Rates, Way, recommendation, rings
+from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.training.library import num_positions
 
 MIB = 2**20
@@ -66,22 +61,22 @@ def test_a_difference_that_counts_is_told(
     assert advice(costs, memory_gib).startswith(said)
 
 
-def figures_of(peak: int, operations: int, sent_bytes: int, num_operators: int) -> StepFigures:
-    at_peak = dict.fromkeys(CATEGORIES, 0) | {Category.PARAMETERS: peak}
-    return StepFigures(at_peak, sent_bytes, operations, num_operators=num_operators)
+def cost_of(peak: int, operations: int, sent_bytes: int, num_operators: int) -> StepCost:
+    live = np.array([[peak * (each is Category.PARAMETERS) for each in CATEGORIES]])
+    return StepCost(Timeline(["step"], live), sent_bytes, operations, num_operators=num_operators)
 
 
 def test_sizes_of_rings_lie_between_those_that_were_counted() -> None:
     """Of 8 ranks: a part of each figure is 1/n of something, and operators grow with n."""
-    counted = {n: figures_of(100 + 800 // n, 10**9, 5000 - 4000 // n, 10 * n) for n in (2, 8)}
-    two, four, eight = figures_of_rings(counted, 8, 8, gradient_bytes=4800)
+    counted = {n: cost_of(100 + 800 // n, 10**9, 5000 - 4000 // n, 10 * n) for n in (2, 8)}
+    two, four, eight = rings(counted, 8, 8, gradient_bytes=4800).values()
     assert [(each.size, each.replicas, each.is_counted) for each in (two, four, eight)] == [
         (2, 4, True),
         (4, 2, False),
         (8, 1, True),
     ]
-    assert (four.figures.peak_bytes, four.figures.sent_bytes) == (300, 4000)
-    assert (four.figures.operations, four.figures.num_operators) == (10**9, 40)
+    assert (four.cost.peak_bytes, four.cost.sent_bytes) == (300, 4000)
+    assert (four.cost.operations, four.cost.num_operators) == (10**9, 40)
     # an all-reduce among R replicas: 2 (R - 1) / R of a rank's 1/n of the gradients
     assert [each.averaged_bytes for each in (two, four, eight)] == [3600, 1200, 0]
 
@@ -89,15 +84,17 @@ def test_sizes_of_rings_lie_between_those_that_were_counted() -> None:
 def test_a_step_is_bound_by_what_is_slowest() -> None:
     inside, between = 1e4, 1e3
     rates = Rates(1e9, inside, between, ranks_per_host=4, operator_s=0.001)
-    ring = figures_of_rings({4: figures_of(1, 10**9, 5000, 0)}, 8, 4, gradient_bytes=0)[0]
-    assert ring_seconds(ring, rates, 8) == 1.0  # computes for 1 s, sends for 0.5 s in its host
-    whole = figures_of_rings({8: figures_of(1, 10**9, 5000, 0)}, 8, 8, gradient_bytes=0)[0]
-    assert ring_seconds(whole, rates, 8) == 5.0  # crosses the hosts' links
-    ring = figures_of_rings({4: figures_of(1, 10**9, 0, 0)}, 8, 4, gradient_bytes=4000)[0]
+    ring = rings({4: cost_of(1, 10**9, 5000, 0)}, 8, 4, gradient_bytes=0)[4]
+    assert ring.seconds(rates) == 1.0  # computes for 1 s, sends for 0.5 s in its host
+    whole = rings({8: cost_of(1, 10**9, 5000, 0)}, 8, 8, gradient_bytes=0)[8]
+    assert whole.seconds(rates) == 5.0  # crosses the hosts' links
+    ring = rings({4: cost_of(1, 10**9, 0, 0)}, 8, 4, gradient_bytes=4000)[4]
     # four ranks of a host share its link while backward computes for two thirds of a second
-    assert ring_seconds(ring, rates, 8) == pytest.approx(1 / 3 + 1000 / (between / 4))
-    busy = figures_of(1, 10**9, 0, 7000)
-    assert step_seconds(Strategy.FSDP2_LAYER, busy, rates, 8) == pytest.approx(7.0)  # the host
+    assert ring.seconds(rates) == pytest.approx(1 / 3 + 1000 / (between / 4))
+    busy = Way(Strategy.FSDP2_LAYER, cost_of(1, 10**9, 0, 7000), 8)
+    assert busy.seconds(rates) == pytest.approx(7.0)  # the host
+    sends = Way(Strategy.DDP, cost_of(1, 10**9, 5000, 0), 8)
+    assert sends.seconds(rates) == pytest.approx(1 / 3 + 5.0)  # in backward alone
 
 
 LONG: dict[str, Any] = {"max_position_embeddings": 100}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.accounting.dry_run import on_fake_ranks
+from gyre_trainer.accounting.step_cost import on_fake_ranks
 from gyre_trainer.rotate import rotate_all
 from torch import nn
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,14 +102,14 @@ def _checkpointed_block(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
 
 
 class FullySharded(GPT):
-    """A GPT whose head and loss are one module, so that FSDP2 gathers the head around it.
+    """A GPT whose head computes the loss, so that FSDP2 gathers the head around it.
 
     The logits never exist as a whole.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.tail = _HeadAndLoss(self.head)
+        self.end = LossHead(self.head)
         del self.head
 
     def loss(
@@ -120,20 +121,10 @@ class FullySharded(GPT):
     ) -> Tensor:
         """As the loss of a GPT, for targets of equal weight."""
         assert weights_BT is None
-        loss: Tensor = self.tail(self._features(tokens_BT), targets_BT)
+        self.end.compute = partial(linear_cross_entropy, targets=targets_BT)
+        loss: Tensor = self.end(self._features(tokens_BT))
+        self.end.loss = None  # not for longer than the caller holds it
         return loss
-
-
-class _HeadAndLoss(nn.Module):
-    """The head and the loss."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy, with the logits in chunks."""
-        return linear_cross_entropy(self.head, x_BTD, targets_BT)
 
 
 def fully_sharded(
@@ -151,12 +142,16 @@ def fully_sharded(
     for block in blocks_of(model):
         for part in [block] if per_layer else sub_blocks(block):
             shard(part)
-    embedding, tail = _ends(model)
-    if embedding.weight is not tail.head.weight:
-        shard(embedding)
-        shard(tail)
+    library: Any = model
+    if isinstance(model, FullySharded):
+        ends = [model.embedding, model.end]
+    else:
+        ends = [library.get_input_embeddings(), library.get_output_embeddings()]
+    if ends[0].weight is not ends[1].weight:
+        for end in ends:
+            shard(end)
     shard(model)
-    if isinstance(model, GPT):
+    if isinstance(model, FullySharded):
         register_fsdp_forward_method(model, "loss")
     return model
 
@@ -169,13 +164,6 @@ def sub_blocks(block: nn.Module) -> list[nn.Module]:
         for part in (child if isinstance(child, nn.ModuleList) else [child])
     ]
     return [part for part in parts if any(each.ndim > 1 for each in part.parameters())]
-
-
-def _ends(model: nn.Module) -> tuple[nn.Embedding, "_HeadAndLoss | LossHead"]:
-    """The embedding, and the module of head and loss."""
-    if isinstance(model, FullySharded):
-        return model.embedding, model.tail
-    return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ and neither is an allocator's rounding.
 
 [Note: What gloo copies]
 
-Gloo's reduce-scatter is an all-reduce of a copy of its input, of which each rank then takes its
-part. The copy is made where no operator is seen, but the wait splits it with one. NCCL and dry runs
-have no such copy, so it is not counted: it made FSDP2's peaks up to a tenth too large.
+Gloo's reduce-scatter is an all-reduce of a copy of its input; each rank takes its part of that. The
+copy is made where no operator is seen, but the wait splits it with one. NCCL and dry runs have no
+such copy, so it is not counted: it made FSDP2's peaks up to a tenth too large.
 """
 
 import weakref
@@ -44,7 +44,7 @@ class Ran(NamedTuple):
         args: its arguments by position.
         kwargs: its arguments by name.
         given: the tensors among both.
-        result: what it returned.
+        result: the value that it returned.
     """
 
     func: Any
@@ -169,16 +169,17 @@ _SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::all_reduce_": (0, lambda n: 2 * (n - 1) / n),
     "_c10d_functional::all_gather_into_tensor": (0, lambda n: n - 1),
     "_c10d_functional::reduce_scatter_tensor": (0, lambda n: (n - 1) / n),
+    **dict.fromkeys(
+        (
+            "c10d::recv_",
+            "gyre::recv",
+            "c10d::barrier",
+            "_c10d_functional::wait_tensor",
+            "_c10d_functional::_wrap_tensor_autograd",
+        ),
+        (0, lambda n: 0),
+    ),
 }
-_SILENT = frozenset(
-    {
-        "c10d::recv_",
-        "gyre::recv",
-        "c10d::barrier",
-        "_c10d_functional::wait_tensor",
-        "_c10d_functional::_wrap_tensor_autograd",
-    }
-)
 
 # Each rank sends other bytes to each: those of the input but for the part that stays.
 _ALL_TO_ALL = "c10d::alltoall_base_"
@@ -197,7 +198,7 @@ class SentBytes(Dispatched):  # type: ignore[no-untyped-call]
         self._num_ranks = num_ranks
 
     def saw(self, ran: Ran) -> None:
-        """Count what the operator sent.
+        """Count the bytes that the operator sent.
 
         Raises:
             NotImplementedError: it communicates in an unknown way. No figure is better than a wrong
@@ -207,8 +208,6 @@ class SentBytes(Dispatched):  # type: ignore[no-untyped-call]
             self.total += self._bytes(ran.func.name().partition(".")[0], ran.args)
 
     def _bytes(self, name: str, args: Sequence[Any]) -> int:
-        if name in _SILENT:
-            return 0
         if name == _ALL_TO_ALL:
             return _bytes_to_others(*args[1:])
         if name not in _SENT:
@@ -221,7 +220,7 @@ class SentBytes(Dispatched):  # type: ignore[no-untyped-call]
 def _bytes_to_others(
     sent: Tensor, group: Any, _incoming: Sequence[int], outgoing: Sequence[int], *_: Any
 ) -> int:
-    """What an all-to-all sends: ``outgoing`` has the rows for each rank; empty for equal parts."""
+    """Bytes of an all-to-all: ``outgoing`` has the rows for each rank; empty for equal parts."""
     ranks = dist.ProcessGroup.unbox(group)
     num_rows = sent.shape[0]
     staying = outgoing[ranks.rank()] if outgoing else num_rows // ranks.size()
@@ -229,7 +228,7 @@ def _bytes_to_others(
 
 
 class Category(StrEnum):
-    """What a storage is for.
+    """The use of a storage.
 
     COMMUNICATION storages carry weights or gradients between ranks: remote slices, gathered layers,
     buckets. ACTIVATIONS are all storages without a better category: tensors that autograd saves,
@@ -300,7 +299,7 @@ class _Storage:
 
     Attributes:
         nbytes: its size; 0 after its release.
-        category: what it is for.
+        category: its use.
         labelled: whether a label said so; else the category is a guess.
         foreign: whether a communication library allocated it for itself.
         alive: a weak reference whose callback counts the release.
@@ -358,7 +357,7 @@ class LiveBytes(Dispatched):  # type: ignore[no-untyped-call]
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def saw(self, ran: Ran) -> None:
-        """Count what the operator allocated, or resized."""
+        """Count the storages that the operator allocated, or resized."""
         func, args = ran.func, ran.args
         travels = func.namespace in COMMUNICATION_NAMESPACES
         if func is torch.ops.c10d._reduce_scatter_base_.default:

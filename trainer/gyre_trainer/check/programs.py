@@ -254,35 +254,24 @@ def _distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
     return worst
 
 
-def device_against_cpu(cases: Sequence[str], device_type: str) -> dict[str, float]:
-    """The distance of each case on one rank of a device from plain modules on the CPU."""
-    device, cpu = torch.device(device_type), torch.device("cpu")
-    return {
-        case: _distance(
-            _trained(_rotated(case, device, RotationPolicy()), _part, device),
-            _trained(_adapted(_built(case, cpu)), lambda tokens: tokens, cpu),
-        )
-        for case in cases
-    }
-
-
 def ranks_against_one(
     cases: Sequence[str],
     recompute: Sequence[Recompute],
     device_type: str,
     staged: bool,
     late: str = "",
+    other_device_type: str = "",
 ) -> dict[str, float]:
     """The distance of each case on all ranks from one process, by case and recomputation.
 
     With ``late`` "arrivals" or "computations", these are delayed, and buffers are NaN whenever they
-    have no value.
+    have no value. The one process computes with plain modules, on another device if one is given.
     """
-    device = torch.device(device_type)
+    device, other = torch.device(device_type), torch.device(other_device_type or device_type)
     found = {}
     with hops_by(staged=staged or bool(late), device=device, late=late):
         for case in cases:
-            alone = _trained(_adapted(_built(case, device)), lambda tokens: tokens, device)
+            alone = _trained(_adapted(_built(case, other)), lambda tokens: tokens, other)
             for mode in recompute:
                 model = _rotated(case, device, RotationPolicy(recompute=mode))
                 found[f"{case}, {mode}"] = _distance(_trained(model, _part, device), alone)
@@ -562,7 +551,7 @@ def step_figures(device_type: str, staged: bool) -> dict[str, float]:
                 stepper.take(examples, step)
             figures["peak"] = torch.cuda.max_memory_allocated()
         else:
-            figures["peak"] = measure_step(fresh, config, examples).timeline.peak_bytes
+            figures["peak"] = measure_step(fresh, config, examples).peak_bytes
     return figures
 
 
@@ -603,13 +592,12 @@ def another_module(device_type: str) -> str:
     layers = nn.ModuleList((nn.Linear(8, 12), nn.Linear(8, 12))).to(device)
     rotate_all(layers, mesh=make_mesh(device.type), min_numel=0)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-    began_s = time.monotonic()
-    try:
+
+    def act() -> None:
         layers[dist.get_rank() == 0](torch.ones(2, 8, device=device)).sum().backward()
         optimizer.step()
-    except Exception as error:  # the check says which
-        return f"{type(error).__name__} after {time.monotonic() - began_s:.1f} s: {error}"
-    return ""
+
+    return _error_of(act)
 
 
 def killed(device_type: str) -> str:
@@ -622,11 +610,20 @@ def killed(device_type: str) -> str:
     model(x).sum().backward()
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began_s = time.monotonic()
-    try:
+
+    def act() -> None:
         for _ in range(2):
             model(x).sum().backward()
         _synchronize(device)
+
+    return _error_of(act)
+
+
+def _error_of(act: Callable[[], None]) -> str:
+    """The error of an act, and when it came; empty if none."""
+    began_s = time.monotonic()
+    try:
+        act()
     except Exception as error:  # the check says which
         return f"{type(error).__name__} after {time.monotonic() - began_s:.1f} s: {error}"
     return ""

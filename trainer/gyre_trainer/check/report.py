@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.step_cost import dry_run
 from gyre_trainer.check import programs
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.rotation.rule import Recompute
@@ -246,7 +246,8 @@ def _versions(check: Checker, row: Row) -> None:
 
 
 def _kernels(check: Checker, row: Row) -> None:
-    (found,) = check.run(1, programs.device_against_cpu, check.cases, check.device_type)
+    args = check.cases, ("none",), check.device_type, False, "", "cpu"
+    (found,) = check.run(1, programs.ranks_against_one, *args)
     row.figures |= {"cases": len(found)}
     row.require_small(found, programs.EXACT)
 
@@ -331,7 +332,7 @@ def _cost(check: Checker, row: Row) -> None:
     hops = check.run(size, programs.hop_figures, check.device_type, check.is_cuda)[0]
     found = check.run(size, programs.step_figures, check.device_type, check.is_cuda)[0]
     exposed = max(0.0, 1 - found["s without hops"] / found["s"])
-    planned = dry_run(programs.step_config(size), Strategy.GYRE, size).timeline.peak_bytes
+    planned = dry_run(programs.step_config(size), Strategy.GYRE, size).peak_bytes
     error = found["peak"] / planned - 1
     row.figures |= {
         "us a hop": round(hops["us"]),

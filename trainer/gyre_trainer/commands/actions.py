@@ -140,15 +140,15 @@ def _given_export(options: argparse.Namespace) -> "Export":
 def plan(config: TrainConfig, options: argparse.Namespace) -> str:
     """The rule of each module, and the cost of a step, as tables or as JSON."""
     # FSDP2 and fake tensors take a second to import.
-    from gyre_trainer.accounting import estimate, plan_tables  # noqa: PLC0415
+    from gyre_trainer.accounting.plan import Rates, make_plan  # noqa: PLC0415
 
-    given = estimate.Rates(
+    given = Rates(
         options.operations_per_s or 0.0,
         options.bytes_per_s or 0.0,
         options.bytes_per_s_between,
         options.ranks_per_host,
     )
-    made = plan_tables.make_plan(config, options.ranks, given)
+    made = make_plan(config, options.ranks, given)
     memory_bytes = options.memory * 2**30 if options.memory else None
     if options.json:
         return json.dumps(made.as_object(memory_bytes), indent=1)
