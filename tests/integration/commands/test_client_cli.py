@@ -218,6 +218,7 @@ def test_status(gyre: Gyre, daemon: Daemon) -> None:
         assert session["reader"]["job"] == "train"
         assert session["attached"]
         assert "train" in gyre.text("status")
+    assert daemon.process
     assert gyre.json("status")["pid"] == daemon.process.pid
 
 
@@ -325,6 +326,7 @@ def test_the_installed_command_starts_without_torch(daemon: Daemon) -> None:
     command = [sys.executable, "-c", program, "status", "--json", "--address", daemon.address]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+    assert daemon.process
     assert json.loads(result.stdout)["pid"] == daemon.process.pid
 
 

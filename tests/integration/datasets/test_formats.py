@@ -83,7 +83,9 @@ def served(
 
     So the files there are named. Its datasets are `FORMAT-local`, `FORMAT-s3` and `FORMAT-http`.
     """
-    folder, formats, tables = tmp_path_factory.mktemp("formats"), {}, {}
+    folder = tmp_path_factory.mktemp("formats")
+    formats: dict[str, Stored] = {}
+    tables: dict[str, dict[str, Any]] = {}
     s3_server.make_bucket("formats")
     for store in FORMATS:
         name, names = store.__name__, []
