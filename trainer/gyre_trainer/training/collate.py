@@ -29,6 +29,7 @@ from torch import Tensor
 from gyre_trainer.errors import DataRejected
 from gyre_trainer.training.config import DataConfig, TrainConfig
 from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.losses import moved
 
 END_OF_TEXT = 256
 
@@ -65,16 +66,9 @@ class Examples:
         return [Examples(*part) for part in zip(*columns, strict=True)]
 
     def to(self, device: torch.device) -> "Examples":
-        """The same examples on a device; copies to CUDA are queued, and nothing waits for them."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or tensor.device.type == device.type:
-                return tensor
-            if device.type == "cuda":
-                return tensor.pin_memory().to(device, non_blocking=True)
-            return tensor.to(device)
-
-        return Examples(*map(moved, self._tensors()))  # type: ignore[arg-type]
+        """The same examples on a device; nothing waits for it."""
+        there = (None if each is None else moved(each, device) for each in self._tensors())
+        return Examples(*there)  # type: ignore[arg-type]
 
     def shortened(self, num_tokens: int) -> "Examples":
         """The first ``num_tokens`` of the inputs and of the targets of each row."""
@@ -83,8 +77,7 @@ class Examples:
 
     def counting_rows(self, is_sample: Tensor) -> "Examples":
         """The same without a loss for samples [B] that only fill up the last batch of an epoch."""
-        is_row = is_sample.repeat_interleave(len(self.targets) // len(is_sample))
-        rows = is_row.to(self.targets.device)[:, None].expand_as(self.targets)
+        rows = is_sample.to(self.targets.device)[:, None].expand_as(self.targets)
         return replace(self, counts=rows if self.counts is None else rows & self.counts)
 
     def _tensors(self) -> list[Tensor | None]:
@@ -109,7 +102,7 @@ class Collator:
         self._inside_documents = inside_documents
 
     def collate(self, batch: Mapping[str, Tensor], step: int) -> Examples:
-        """The examples of a batch: windows on the batch's device, documents on the CPU.
+        """The examples of a batch.
 
         Raises:
             DataRejected: the batch has no such field, a sample has another length, or a token is
@@ -200,7 +193,7 @@ def require_known_tokens(examples: Examples, data: DataConfig, vocab_size: int) 
     extremes = torch.stack(
         [examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()]
     )
-    smallest, *greatest = extremes.tolist()  # this waits for a device only once
+    smallest, *greatest = extremes.tolist()
     largest = max(greatest)
     if largest >= vocab_size or smallest < 0:
         raise DataRejected(
@@ -223,18 +216,9 @@ def collator_of(config: TrainConfig) -> Collator:
     return Collator(config.data, config.model.vocab_size, inside_documents=inside)
 
 
-def stand_in(config: TrainConfig, num_rows: int, seed: int | None = None) -> Examples:
-    """Examples with the shapes that those of a run have; all targets count.
-
-    Args:
-        config: of the run.
-        num_rows: of this rank.
-        seed: of random tokens; None for zeros.
-    """
+def stand_in(config: TrainConfig, num_rows: int, seed: int) -> Examples:
+    """Random tokens with the shapes that those of a run have on this rank; all targets count."""
     shape = num_rows, config.data.sequence_length
-    if seed is None:
-        inputs = torch.zeros(shape, dtype=torch.int64)
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        inputs = torch.randint(config.model.vocab_size, shape, generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(config.model.vocab_size, shape, generator=generator)
     return Examples(inputs, inputs, None)

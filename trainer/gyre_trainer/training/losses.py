@@ -34,18 +34,28 @@ def weighted_cross_entropy(
         head: rotated or not; ranks may differ in how many targets count.
         x_BTD: its input.
         targets_BT: integers in [0, V).
-        weights_BT: of each target, such as a mask of 0 and 1; not all are 0.
+        weights_BT: of each target, such as a mask of 0 and 1; not all are 0. They are counted, so
+            in the host's memory nothing waits for a device.
         transform: `scale` and `soft_cap` of the logits, as `linear_cross_entropy` takes them.
     """
     x_KD, targets_K, weights_K = x_BTD.flatten(0, -2), targets_BT.flatten(), weights_BT.flatten()
     places_K = places_of_counted(weights_K)
     if len(places_K) < len(weights_K):
-        x_KD, targets_K, weights_K = (
-            each.index_select(0, places_K) for each in (x_KD, targets_K, weights_K)
-        )
+        weights_K = weights_K.index_select(0, places_K)
+        places_K = moved(places_K, x_KD.device)
+        x_KD, targets_K = (each.index_select(0, places_K) for each in (x_KD, targets_K))
     losses_K = linear_cross_entropy(head, x_KD, targets_K, reduction="none", **transform)
-    weights_K = weights_K.to(losses_K.dtype)
+    weights_K = moved(weights_K, x_KD.device).to(losses_K.dtype)
     return (losses_K * weights_K).sum() / weights_K.sum()
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. A copy to CUDA is queued, and nothing waits for it."""
+    if tensor.device.type == device.type:
+        return tensor
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def places_of_counted(weights_T: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ def open_loader(
 ) -> Loader:
     """This rank's part of a stream of global batches.
 
-    An evaluation is a job of its own: it may read the dataset that is trained on.
+    An evaluation is a job of its own: it may read the dataset that is trained on. Batches are in
+    the host's memory, so that checks of them do not wait for a device.
     """
     data = config.data
     return Loader(
@@ -150,7 +151,6 @@ def open_loader(
         order=order,
         job=job_name(config.run.out, dataset, seed, is_evaluation=is_evaluation),
         prefetch_batches=data.prefetch_batches,
-        device=context.device,
         format=data.format or None,
         options=data.options or None,
         skip_steps=None if is_evaluation else data.skip_steps,

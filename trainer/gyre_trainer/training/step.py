@@ -90,7 +90,7 @@ def loss_sum(model: nn.Module, loss: Loss, examples: Examples) -> Tensor:
     mean: Tensor = loss(
         here.inputs,
         here.targets,
-        here.counts if num_targets else None,
+        examples.counts if num_targets else None,  # of the host, which counts them
         here.positions,
     )
     return mean * num_targets
