@@ -1,7 +1,8 @@
 """The CPU time of a step in two trees of the source, side by side.
 
     git worktree add /tmp/before COMMIT
-    python -m benchmarks.rtp.two_trees /tmp/before [--ranks 2] [--what gyre default Llama]
+    python -m benchmarks.rtp.two_trees /tmp/before [--ranks 2]
+        [--what default Llama Mixtral T5 "Llama, LoRA" Bert]
 
 Each tree has ranks of its own, which live through the whole run. In each round the trees take
 turns, so both see the same load of the machine. A row is of the tiny modules of `host_cost` slice

@@ -14,10 +14,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from gyre_client.errors import GyreError
 from gyre_protos.program import internal_error
+from gyre_protos.text import printable
 
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError, RingError, TrainError
@@ -27,20 +27,13 @@ from gyre_trainer.training.launcher import FailurePipe, Launcher, explained, req
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, or one rank of a launcher or torchrun; return the exit status."""
     try:
-        return _main(arguments)
-    finally:
-        _flush_output()
-
-
-def _main(arguments: Sequence[str] | None) -> int:
-    try:
         options = parse(arguments)
         if "RANK" in os.environ and options.be_rank:
             _require_rank(options)
             return _be_rank(options, None)
         config = options.read(options)
         if not options.be_rank:
-            _print(options.show(config, options))
+            print(options.show(config, options))
             return int(getattr(options, "status", 0))
         config.require_divisible(options.nproc)
         options.prepare(config, options)
@@ -57,30 +50,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         print(f"gyre-train: the ranks cannot be started: {error.strerror}", file=sys.stderr)
         return 1
     return _be_rank(options, pipe) if pipe else launcher.wait()
-
-
-def _print(text: str) -> None:
-    try:
-        print(text)
-    except OSError as error:
-        _output_failed(error)
-
-
-def _flush_output() -> None:
-    """Flush standard output, for the interpreter would fail to do it with a traceback."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        _output_failed(error)
-
-
-def _output_failed(error: OSError) -> NoReturn:
-    """End with status 1. Where the reader of a pipe has ended, such as `head`, nobody is told."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if not isinstance(error, BrokenPipeError):
-        print(f"gyre-train: error: cannot write the output: {error.strerror}", file=sys.stderr)
-    sys.exit(1)
 
 
 def _require_rank(options: argparse.Namespace) -> None:
@@ -123,5 +92,4 @@ def _abort_rings() -> None:
 
 def _one_line(error: Exception) -> str:
     """The error's text on one line, without characters that a terminal would obey."""
-    words = " ".join(str(error).split())
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
+    return printable(" ".join(str(error).split()))

@@ -52,7 +52,7 @@ def test_an_exported_model_has_every_bit_of_the_checkpoint(tmp_path: Path, tiny_
 
     status, errors = tiny_jobs.ran("export", str(tmp_path / "nothing"), str(out))
     assert status == 2
-    assert "has no checkpoint; name the directory of a run" in errors
+    assert "name the directory of a run" in errors
 
 
 def test_adapters_are_trained_resumed_and_exported_as_peft_has_them(

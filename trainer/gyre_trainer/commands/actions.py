@@ -45,11 +45,6 @@ def _require_beginning(options: argparse.Namespace) -> None:
         )
 
 
-def prepare_trace(_config: TrainConfig, options: argparse.Namespace) -> None:
-    """Check, before any rank starts, that traces can be written."""
-    require_writable(options.out, "--out")
-
-
 def run(config: TrainConfig, options: argparse.Namespace) -> None:
     """Train, as one rank."""
     # Torch's distributed packages take two seconds.
@@ -70,7 +65,7 @@ def evaluate(config: TrainConfig, options: argparse.Namespace) -> None:
     from gyre_trainer.training import evaluation  # noqa: PLC0415
 
     path, is_checkpoint = weights_to_evaluate(config, options)
-    evaluation.evaluate(config, evaluation.Weights(path, is_checkpoint), as_json=options.json)
+    evaluation.evaluate(config, path, is_checkpoint=is_checkpoint, as_json=options.json)
 
 
 def read_eval(options: argparse.Namespace) -> TrainConfig:
@@ -95,14 +90,10 @@ def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> tup
     # This imports torch.distributed.checkpoint, which takes a second.
     from gyre_trainer.training import manifest, run_checkpoints  # noqa: PLC0415
 
-    folder = Path(config.run.out) / "checkpoints"
-    path: Path | None = options.checkpoint
-    if path is None:
-        if not run_checkpoints.exists(folder):
-            raise ConfigError(
-                f"{folder} has no checkpoint. Name one with --checkpoint, or weights with --weights"
-            )
-        path = run_checkpoints.latest(folder)
+    path: Path = options.checkpoint or run_checkpoints.latest(
+        Path(config.run.out) / "checkpoints",
+        "name one with --checkpoint, or weights with --weights",
+    )
     manifest.read(path, config.model)
     return path, True
 

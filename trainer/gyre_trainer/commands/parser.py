@@ -133,7 +133,9 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
     )
     traces.add_argument("--steps", type=positive, default=3, help="steps to record (default 3)")
     traces.set_defaults(
-        be_rank=actions.trace, imports="gyre_trainer.training.train", prepare=actions.prepare_trace
+        be_rank=actions.trace,
+        imports="gyre_trainer.training.train",
+        prepare=lambda _, options: require_writable(options.out, "--out"),
     )
 
 

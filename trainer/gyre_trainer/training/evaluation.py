@@ -62,20 +62,13 @@ class Result:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A checkpoint of a run, or a folder of weights."""
-
-    path: Path
-    is_checkpoint: bool
-
-
-def evaluate(config: TrainConfig, weights: Weights, *, as_json: bool) -> None:
+def evaluate(config: TrainConfig, weights: Path, *, is_checkpoint: bool, as_json: bool) -> None:
     """Print the loss on all of `eval.dataset`, as one of the ranks that the environment names.
 
     Args:
         config: as `on_any_ranks` gives it.
-        weights: the values to evaluate.
+        weights: a folder of weights, or that of a checkpoint.
+        is_checkpoint: which of these it is.
         as_json: whether an object is printed, in place of a line for people.
 
     Raises:
@@ -85,10 +78,10 @@ def evaluate(config: TrainConfig, weights: Weights, *, as_json: bool) -> None:
     with join_job(config.run) as context:
         log_to(Path(config.run.out), context.rank)
         step = None
-        if weights.is_checkpoint:
-            model, step = restored(config, context, weights.path)
+        if is_checkpoint:
+            model, step = restored(config, context, weights)
         else:
-            model = build_model(config, context, weights.path)
+            model = build_model(config, context, weights)
         _leave_router_loss_out(model)
         model.eval()
         with open_loader(
@@ -100,7 +93,7 @@ def evaluate(config: TrainConfig, weights: Weights, *, as_json: bool) -> None:
             elapsed_s = time.monotonic() - began_s
         if context.rank == 0:
             found = Result(
-                str(weights.path),
+                str(weights),
                 step,
                 config.eval.dataset,
                 int(total[2]),

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gyre_trainer import pretrained
-from gyre_trainer.errors import CheckpointRejected, ConfigError
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.training import manifest, run_checkpoints
 from gyre_trainer.training.build import restored
 from gyre_trainer.training.config import TrainConfig, build
@@ -37,13 +37,8 @@ class Export:
         """
         if (self.run / manifest.NAME).exists():
             return self.run
-        folder = self.run / "checkpoints"
-        if not run_checkpoints.exists(folder):
-            raise CheckpointRejected(
-                f"{self.run} has no checkpoint; name the directory of a run that has one, or that "
-                "of a checkpoint"
-            )
-        return run_checkpoints.latest(folder)
+        advice = "name the directory of a run that has one, or that of a checkpoint"
+        return run_checkpoints.latest(self.run / "checkpoints", advice)
 
     def config(self, num_ranks: int) -> TrainConfig:
         """A configuration of the checkpoint's model, for ranks that only load and save it.

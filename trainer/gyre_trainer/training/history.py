@@ -1,4 +1,4 @@
-"""What a run consumed and learned, one JSON line per step, appended and never rewritten.
+"""The steps of a run and their losses, one JSON line per step, appended and never rewritten.
 
 A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step and later steps
 then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly

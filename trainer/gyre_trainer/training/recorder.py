@@ -114,14 +114,12 @@ class RunRecorder:
         self._config = config
         self._facts = facts
         self._out = Path(config.run.out)
+        files = "history.jsonl", "report.json", "loss.png", "status.json"
+        paths = [self._out / name for name in files]
+        self._history_path, self._report_path, self._figure_path, self._status_path = paths
         with self._writing():
             self._out.mkdir(parents=True, exist_ok=True)
-            for path in (
-                self._history_path,
-                self._report_path,
-                self._figure_path,
-                self._status_path,
-            ):
+            for path in paths:
                 require_regular(path)
             is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
             if first_step == 0 and is_begun and not may_restart:
@@ -143,22 +141,6 @@ class RunRecorder:
             f"{counted(facts.num_samples, 'sample', ',')} per epoch, "
             f"steps {first_step} to {config.run.steps}, in {self._out}"
         )
-
-    @property
-    def _history_path(self) -> Path:
-        return self._out / "history.jsonl"
-
-    @property
-    def _report_path(self) -> Path:
-        return self._out / "report.json"
-
-    @property
-    def _figure_path(self) -> Path:
-        return self._out / "loss.png"
-
-    @property
-    def _status_path(self) -> Path:
-        return self._out / "status.json"
 
     def add(
         self, records: Sequence[StepRecord], ranks: npt.NDArray[np.float64], cursor: bytes
@@ -430,7 +412,9 @@ def draw_loss(
     below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     below.set_xlabel("step")
     for axes in (above, below):
-        _style_axes(axes)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.01)
     figure.savefig(path)
     plt.close(figure)
 
@@ -443,12 +427,6 @@ def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     sums = np.convolve(values, weights)[len(offsets) // 2 :][: len(values)]
     norms = np.convolve(np.ones_like(values), weights)[len(offsets) // 2 :][: len(values)]
     return np.asarray(sums / norms)
-
-
-def _style_axes(axes: Any) -> None:
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.01)
 
 
 class RankLog(logging.FileHandler):

@@ -324,8 +324,14 @@ def exists(folder: Path) -> bool:
     return (folder / _LATEST).exists()
 
 
-def latest(folder: Path) -> Path:
+def latest(
+    folder: Path, advice: str = "begin the run without --resume, or with --resume-if-any"
+) -> Path:
     """The newest complete checkpoint in a run's folder of checkpoints.
+
+    Args:
+        folder: of the checkpoints.
+        advice: for the error, where there is none.
 
     Raises:
         CheckpointRejected: there is none.
@@ -335,10 +341,7 @@ def latest(folder: Path) -> Path:
         require_regular(folder / _LATEST)
         name = (folder / _LATEST).read_bytes()[:100].decode(errors="replace").strip()
     except FileNotFoundError:
-        raise CheckpointRejected(
-            f"there is no checkpoint in {folder}; begin the run without --resume, "
-            "or with --resume-if-any"
-        ) from None
+        raise CheckpointRejected(f"there is no checkpoint in {folder}; {advice}") from None
     except OSError as error:
         raise CheckpointRejected(f"{folder / _LATEST} cannot be read: {error.strerror}") from error
     if not _NAME.fullmatch(name):
