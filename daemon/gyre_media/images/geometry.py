@@ -184,6 +184,7 @@ class Resize(AnnotatedTransform):
     """
 
     version: ClassVar[int] = 2  # 1 was resized by Pillow
+    is_resize: ClassVar[bool] = True
 
     size: Size
     field: str = "image"
@@ -195,11 +196,6 @@ class Resize(AnnotatedTransform):
     def __post_init__(self) -> None:
         """Reject invalid sizes."""
         pair(self.size)
-
-    @property
-    def is_resize(self) -> bool:
-        """See `AnnotatedTransform.is_resize`."""
-        return True
 
     def made_of(self, name: str, before: Field) -> Field:
         """See `AnnotatedTransform.made_of`."""

@@ -236,7 +236,10 @@ class AnnotatedTransform(ImageTransform):
     Attributes:
         masks: their fields.
         boxes: their fields.
+        is_resize: whether points stay where they are as parts of the width and height.
     """
+
+    is_resize: ClassVar[bool] = False
 
     masks: Sequence[str]
     boxes: Sequence[str]
@@ -270,11 +273,6 @@ class AnnotatedTransform(ImageTransform):
         is_index = fields[name].is_index
         made = self.made_of(name, fields[name])
         return replace(made, is_whole=False, image=image, is_index=is_index)
-
-    @property
-    def is_resize(self) -> bool:
-        """Whether points stay where they are as parts of the width and height."""
-        return False
 
     def made_of(self, name: str, before: Field) -> Field:
         """The output field of the image or of a mask.

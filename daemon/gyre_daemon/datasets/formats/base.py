@@ -8,7 +8,7 @@ To open a dataset, the daemon uses a `Format` in this order:
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
    which the daemon keeps in sidecar files and hands back the next time.
 3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
-   shards, or of decoded shards where samples are rows of chunks (see `indexes.chunk_index`).
+   shards, or of decoded shards where samples are rows of chunks (see `chunk_index`).
 
 Where each file is a sample, a `ListedFormat` does instead. The daemon lists the files below a
 folder, at any depth, or reads a manifest, or makes one of files that describe others. To all other

@@ -312,7 +312,7 @@ class JsonlFormat(ChunkFormat, TextFormat):
         specs = next((fields_of(scan) for scan in inspected if num_rows(scan)), [])
         names = tuple(keys.get(spec.name, spec.name) for spec in specs)
         identity = f"json columns {names}{' without surrogates' * replaces}".encode()
-        decode = ColumnsDecoder(tuple(specs), names, replaces)
+        decode = partial(decode_columns, TypedLines(tuple(specs), names), replaces)
         return ChunkIndex(shards, inspected, decode, BLOCK, identity)
 
     def _check_line(self, line: bytes) -> None:
@@ -756,36 +756,27 @@ def _plain(start: int, data: bytes) -> Block:
     return Block(0, [(start, start + len(data))], bytearray(data))
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnsDecoder:
-    """Parses chunks; a `Decode`.
+def decode_columns(typed: "TypedLines", replaces: bool, chunk: StoredChunk) -> Sequence[Column]:
+    """The columns of a chunk; a `Decode`, once the others are set.
 
-    Attributes:
-        specs: the stored fields.
-        keys: of each.
-        replaces_surrogates: see `JsonColumns`.
+    Args:
+        typed: the stored fields.
+        replaces: whether lone surrogates are replaced.
+        chunk: lines or records.
+
+    Raises:
+        ValueError: a line is no object, or has other values than when it was indexed.
     """
-
-    specs: tuple[FieldSpec, ...]
-    keys: tuple[str, ...]
-    replaces_surrogates: bool = False
-
-    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
-        """The columns of a chunk.
-
-        Raises:
-            ValueError: a line is no object, or has other values than when it was indexed.
-        """
-        begin, stop, flags = chunk.parameters
-        data = decompress(chunk.pieces) if flags & _COMPRESSED else bytes(chunk.pieces[0][1])
-        texts = _texts_of(data[begin:stop], flags, replaces=self.replaces_surrogates)
-        try:
-            return TypedLines(self.specs, self.keys).columns(b"\n".join(texts))
-        except ValueError:
-            pieces = [(start, start + len(piece)) for start, piece in chunk.pieces]
-            block = Block(begin, pieces, bytearray(data[:stop]))
-            _rows_of(texts, partial(_line, block, flags, 0))
-            raise  # of an object without a place: a value of another kind
+    begin, stop, flags = chunk.parameters
+    data = decompress(chunk.pieces) if flags & _COMPRESSED else bytes(chunk.pieces[0][1])
+    texts = _texts_of(data[begin:stop], flags, replaces=replaces)
+    try:
+        return typed.columns(b"\n".join(texts))
+    except ValueError:
+        pieces = [(start, start + len(piece)) for start, piece in chunk.pieces]
+        block = Block(begin, pieces, bytearray(data[:stop]))
+        _rows_of(texts, partial(_line, block, flags, 0))
+        raise  # of an object without a place: a value of another kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,21 +174,11 @@ def text_column(lines: Sequence[bytes]) -> Column:
     return Column(np.frombuffer(b"".join(lines), np.uint8), ends)
 
 
-@dataclass(frozen=True, slots=True)
-class FramedLines:
-    """Decodes the blocks of compressed files; a `Decode`.
-
-    Attributes:
-        keeps_empty: whether empty lines are samples.
-    """
-
-    keeps_empty: bool
-
-    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
-        """The lines of a block."""
-        begin, stop = chunk.parameters
-        data = decompress(chunk.pieces)[begin:stop]
-        return [text_column(lines_of(data, keeps_empty=self.keeps_empty))]
+def decode_lines(keeps_empty: bool, chunk: StoredChunk) -> Sequence[Column]:
+    """The lines of a block of a compressed file; a `Decode`, once `keeps_empty` is set."""
+    begin, stop = chunk.parameters
+    data = decompress(chunk.pieces)[begin:stop]
+    return [text_column(lines_of(data, keeps_empty=keeps_empty))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +209,8 @@ class TextFormat:
         """See `Format.assemble`."""
         identity = f"{self._field.name} lines".encode()
         if are_compressed(shards, ["rows" in scan for scan in inspected]):
-            return ChunkIndex(shards, inspected, FramedLines(self._keeps_empty), BLOCK, identity)
+            decode = partial(decode_lines, self._keeps_empty)
+            return ChunkIndex(shards, inspected, decode, BLOCK, identity)
         return SampleTable.of_ranges(self._field, inspected, identity)
 
     def _scan_any(self, shard: str, file: BinaryIO) -> Arrays:

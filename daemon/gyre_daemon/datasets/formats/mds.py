@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -254,7 +255,7 @@ def compressed_index(
         places: of their columns in the shards.
         identity: see `ChunkIndex`.
     """
-    decoder = ShardDecoder(tuple(specs), tuple(places))
+    decode = partial(decode_shard, tuple(zip(specs, places, strict=True)))
     parsed = [replace(spec, codec="bytes") if spec.codec in _PARSERS else spec for spec in specs]
     scans = []
     for shard, scan in zip(shards, inspected, strict=True):
@@ -266,40 +267,32 @@ def compressed_index(
         one = int(count > 0)
         pieces = [[(0, shard.size_bytes)]] * one
         scans.append(chunk_arrays(parsed, [count] * one, pieces, [columns] * one))
-    return ChunkIndex(shards, scans, decoder, "block of samples", identity)
+    return ChunkIndex(shards, scans, decode, "block of samples", identity)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardDecoder:
-    """Decodes shards; a `Decode`.
+def decode_shard(fields: Sequence[tuple[FieldSpec, int]], chunk: StoredChunk) -> Sequence[Column]:
+    """The columns of a shard; a `Decode`, once the fields are set.
 
-    Attributes:
-        specs: the served fields, with the codecs of the stored columns.
-        places: of their columns in the shard.
+    Args:
+        fields: the served ones, with the codecs of the stored columns, and their places.
+        chunk: the shard.
+
+    Raises:
+        ValueError: it is damaged.
     """
-
-    specs: tuple[FieldSpec, ...]
-    places: tuple[int, ...]
-
-    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
-        """The columns of a shard.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        data = decompress(chunk.pieces)
-        try:
-            scan = scan_mds(chunk.shard, io.BytesIO(data))
-        except CorruptSample as error:
-            raise ValueError(str(error.facts["reason"])) from error
-        stops = scan["start"] + scan["size"]
-        columns = []
-        for spec, place in zip(self.specs, self.places, strict=True):
-            ranges = zip(scan["start"][:, place].tolist(), stops[:, place].tolist(), strict=True)
-            values = [data[start:stop] for start, stop in ranges]
-            ends = np.cumsum(scan["size"][:, place]) if spec.ragged else None
-            columns.append(Column(_bytes(spec, values), ends))
-        return columns
+    data = decompress(chunk.pieces)
+    try:
+        scan = scan_mds(chunk.shard, io.BytesIO(data))
+    except CorruptSample as error:
+        raise ValueError(str(error.facts["reason"])) from error
+    stops = scan["start"] + scan["size"]
+    columns = []
+    for spec, place in fields:
+        ranges = zip(scan["start"][:, place].tolist(), stops[:, place].tolist(), strict=True)
+        values = [data[start:stop] for start, stop in ranges]
+        ends = np.cumsum(scan["size"][:, place]) if spec.ragged else None
+        columns.append(Column(_bytes(spec, values), ends))
+    return columns
 
 
 def _bytes(spec: FieldSpec, values: Sequence[bytes]) -> npt.NDArray[np.uint8]:

@@ -90,22 +90,6 @@ class TarShard:
         return num_samples(self.scan)
 
 
-@dataclass(frozen=True, slots=True)
-class FieldLocations:
-    """The places of one field of the n samples of a shard.
-
-    Attributes:
-        start: int64 [n], first byte; the sample's own first byte if it lacks the field.
-        size: int64 [n], in bytes; 0 if the sample lacks the field.
-        member: int64 [n], the number of the extension of the member that has it; -1 if the sample
-            lacks the field.
-    """
-
-    start: Int64Array
-    size: Int64Array
-    member: Int64Array
-
-
 def parse_fields(texts: Sequence[str], optional: Sequence[str]) -> tuple[TarField, ...]:
     """The fields that a configuration names.
 
@@ -190,19 +174,26 @@ def check_complete(shard: TarShard, field: TarField) -> None:
         raise corrupt(shard.name, offset, reason, field=field.name, key=key)
 
 
-def locate_field(shard: TarShard, field: TarField) -> FieldLocations:
-    """The places of a field in the samples of a shard."""
+def locate_fields(shard: TarShard, fields: Sequence[TarField]) -> Int64Array:
+    """The places of F fields in the n samples of a shard.
+
+    Returns:
+        int64 [3, n, F]: first byte; size; and the number of the extension of the member that has
+        the field. Where a sample lacks it, its own first byte, 0 and -1.
+    """
     scan, extensions = shard.scan, shard.meta["extensions"]
-    start = scan["start"].min(axis=1, initial=shard.shard.size_bytes)
-    size = np.zeros(shard.num_samples, np.int64)
-    member = np.full(shard.num_samples, -1, np.int64)
-    for extension in reversed(field.extensions):
-        if extension in extensions:
-            number = extensions.index(extension)
-            its = np.flatnonzero(scan["size"][:, number] >= 0)
-            start[its], size[its] = scan["start"][its, number], scan["size"][its, number]
-            member[its] = number
-    return FieldLocations(start, size, member)
+    found = np.zeros((3, shard.num_samples, len(fields)), np.int64)
+    found[0] = scan["start"].min(axis=1, initial=shard.shard.size_bytes, keepdims=True)
+    found[2] = -1
+    for column, field in enumerate(fields):
+        for extension in reversed(field.extensions):
+            if extension in extensions:
+                number = extensions.index(extension)
+                its = np.flatnonzero(scan["size"][:, number] >= 0)
+                found[0, its, column] = scan["start"][its, number]
+                found[1, its, column] = scan["size"][its, number]
+                found[2, its, column] = number
+    return found
 
 
 def check_inside(shard: TarShard) -> None:
@@ -241,9 +232,14 @@ class ArrayField:
 
 
 def array_field(
-    field: TarField, shards: Sequence[TarShard], locations: Sequence[FieldLocations]
+    field: TarField, shards: Sequence[TarShard], members: Sequence[Int64Array]
 ) -> ArrayField:
     """Decide how the arrays of all shards are served.
+
+    Args:
+        field: of arrays.
+        shards: all with samples.
+        members: for each, of the field, see `locate_fields`.
 
     Raises:
         CorruptSample: they differ in type or in their number of dims; names the first that does.
@@ -251,9 +247,9 @@ def array_field(
     """
     dtype, num_dims = _common_type(field, shards)
     shapes = np.concatenate(
-        [_shapes(each, its, num_dims) for each, its in zip(shards, locations, strict=True)]
+        [_shapes(each, its, num_dims) for each, its in zip(shards, members, strict=True)]
     )
-    present = np.concatenate([its.member for its in locations]) >= 0
+    present = np.concatenate(members) >= 0
     first = shapes[np.argmax(present)]
     differs = (shapes != first)[present].any(axis=0)
     if not differs.any():
@@ -295,13 +291,13 @@ def _common_type(field: TarField, shards: Sequence[TarShard]) -> tuple[np.dtype[
     return np.dtype(first[0]), first[1]
 
 
-def _shapes(shard: TarShard, locations: FieldLocations, num_dims: int) -> Int64Array:
+def _shapes(shard: TarShard, member: Int64Array, num_dims: int) -> Int64Array:
     """Int64 [n, dims], zeros for a sample without an array."""
     shapes = np.zeros((shard.num_samples, num_dims), np.int64)
     begin = 0
     for extension, (_, count, *_) in shard.meta["arrays"].items():
         if count == num_dims:
-            some = locations.member == shard.meta["extensions"].index(extension)
+            some = member == shard.meta["extensions"].index(extension)
             shapes[some] = shard.scan["shape"][some, begin : begin + count]
         begin += count
     return shapes
@@ -376,9 +372,11 @@ class WebdatasetFormat:
             fields = parse_fields(options.fields, options.optional) or all_fields(
                 full, options.optional
             )
-        locations = [_locate_fields(each, fields, is_tolerant=is_tolerant) for each in full]
+        for each in full:
+            _check(each, fields, is_tolerant=is_tolerant)
+        located = [locate_fields(each, fields) for each in full]
         arrays = {
-            number: array_field(field, full, [its[number] for its in locations])
+            number: array_field(field, full, [its[2, :, number] for its in located])
             for number, field in enumerate(fields)
             if field.codec == "npy"
         }
@@ -386,7 +384,10 @@ class WebdatasetFormat:
             arrays[number].spec if number in arrays else _field_spec(field)
             for number, field in enumerate(fields)
         ]
-        member = _table([[each.member for each in its] for its in locations], len(fields))
+        nothing = np.empty((0, len(fields)), np.int64)
+        start, size, member = (
+            np.concatenate([nothing, *(its[row] for its in located)]) for row in range(3)
+        )
         indexed: list[tuple[FieldSpec, npt.NDArray[np.generic]]] = [
             (_presence_spec(field), member[:, number] >= 0)
             for number, field in enumerate(fields)
@@ -397,8 +398,8 @@ class WebdatasetFormat:
         index = SampleTable(
             (*stored, *(spec for spec, _ in indexed)),
             [each.num_samples for each in every],
-            _table([[each.start for each in its] for its in locations], len(fields)),
-            _table([[each.size for each in its] for its in locations], len(fields)),
+            start,
+            size,
             identity=_identity(fields, every),
             lengths={
                 number: each.lengths for number, each in arrays.items() if each.lengths is not None
@@ -409,9 +410,7 @@ class WebdatasetFormat:
         return index, damaged
 
 
-def _locate_fields(
-    shard: TarShard, fields: Sequence[TarField], *, is_tolerant: bool
-) -> list[FieldLocations]:
+def _check(shard: TarShard, fields: Sequence[TarField], *, is_tolerant: bool) -> None:
     check_inside(shard)
     for field in fields:
         # the type and shape of a field of arrays are known only if every member has them
@@ -419,7 +418,6 @@ def _locate_fields(
             check_members(shard, field)
         if not is_tolerant:
             check_complete(shard, field)
-    return [locate_field(shard, field) for field in fields]
 
 
 def _lacking(
@@ -443,12 +441,6 @@ def _lacking(
         lacks = next(each for each in required if member[sample, each] < 0)
         damaged.append(DamagedSample(number, sample, offset, reasons[lacks]))
     return damaged
-
-
-def _table(parts: Sequence[Sequence[Int64Array]], num_fields: int) -> Int64Array:
-    """Int64 [N, F] of the columns of all shards."""
-    nothing = np.empty((0, num_fields), np.int64)
-    return np.concatenate([nothing, *(np.stack(part, axis=1) for part in parts if part)])
 
 
 def _field_spec(field: TarField) -> FieldSpec:
