@@ -25,7 +25,6 @@ from gyre_trainer.layers import known_blocks
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.experts import ExpertsRule
 from gyre_trainer.layers.known_blocks import UnknownCode, digest_of
-from gyre_trainer.layers.linear import OwnEmbeddingRule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.recomputed_layers import RecomputedNorm
 from gyre_trainer.rotate import RotationPolicy
@@ -43,7 +42,7 @@ FILE = Path(gyre_trainer.layers.__path__[0]) / "trained_code.json"
 # The library takes softmax and norms in float32, even of float64.
 TOLERANCE = 2e-5
 _NORMS = "Norm", "LayerScale"
-_TABLE = AttentionRule, MLPRule, ExpertsRule, OwnEmbeddingRule
+_TABLE = AttentionRule, MLPRule, ExpertsRule
 
 
 class Sequences(nn.Module):

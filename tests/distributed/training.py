@@ -80,26 +80,28 @@ def batch(step: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def bytes_of_rows(
+def bytes_of_embedding(
     tokens: Sequence[Tensor], rank: int, shape: tuple[int, int], *, weight: int, grad: int
 ) -> int:
-    """What a rank sends for an embedding in a step: flags, rows, one number, gradients of rows.
+    """What a rank sends for an embedding in a step: ids and rows, or slices where tokens are many.
 
     Args:
         tokens: those of each rank.
         rank: the rank.
         shape: of the embedding.
         weight: bytes of an element on its way.
-        grad: bytes of a gradient's element on its way.
+        grad: bytes of a gradient's element on its way; 0 where nothing travels in backward.
     """
     (num_rows, width), num_ranks = shape, len(tokens)
-    start, stop = slice_bounds(num_rows, rank, num_ranks)
-    wanted = [torch.tensor(sorted(set(each.flatten().tolist()))) for each in tokens]
-    here = [((start <= each) & (each < stop)).sum().item() for each in wanted]
-    flags = -(-num_rows // weight) * weight * (num_ranks - 1)
-    num_sent = sum(here) - here[rank]
-    num_grads = len(wanted[rank]) - here[rank]
-    return int(flags + num_sent * width * weight + num_grads * width * grad)
+    longest = max(each.numel() for each in tokens)
+    if num_ranks * longest < num_rows:
+        return (num_ranks - 1) * longest * (8 + width * (weight + grad))
+    starts = [slice_bounds(num_rows, index, num_ranks) for index in range(num_ranks)]
+    sizes = [stop - start for start, stop in starts]
+    sent = weight * (num_rows - sizes[(rank + 1) % num_ranks])
+    if grad:
+        sent += weight * (num_rows - sizes[rank - 1]) + grad * (num_rows - sizes[rank])
+    return width * sent
 
 
 def freeze(model: GPT, names: tuple[str, ...]) -> None:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from gyre_trainer.errors import CheckpointRejected, RotationError
-from gyre_trainer.layers.linear import is_quantized
+from gyre_trainer.layers.quantized import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.shards.layout import local_of

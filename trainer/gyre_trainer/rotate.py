@@ -3,14 +3,8 @@
 `rotate_all` rotates a whole model, `rotate` one module. The rules for known kinds of modules are in
 the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 `gyre_trainer.rotation.rule.Rule`. `ReadRule` is for a module that reads parameters of its own.
-
-Also here:
-
-* Frozen layers of a rotated model that rest and travel in few bits.
 """
 
-import warnings
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -24,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from gyre_trainer.comm.identity import name_modules
-from gyre_trainer.comm.mesh import make_mesh, require_ring
+from gyre_trainer.comm.mesh import make_mesh, replica_group, require_ring
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_all_ranks, require_equal_models
@@ -45,7 +39,7 @@ from gyre_trainer.layers.known_blocks import (
     rotate_known,
     suggested_rule,
 )
-from gyre_trainer.layers.linear import LinearRule, quantize_linear
+from gyre_trainer.layers.quantized import Format, encode_layers
 from gyre_trainer.layers.recomputed_layers import recompute_layers, recompute_norms
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.adamw_8bit import AdamW8bit
@@ -60,8 +54,8 @@ from gyre_trainer.rotation.rotated_module import (
 )
 from gyre_trainer.rotation.rule import RotationPolicy, Rule
 from gyre_trainer.shards.initialisation import materialize
-from gyre_trainer.shards.quantized import Format, require_format
-from gyre_trainer.shards.sharded_parameters import refuse_random_writes, support_dtensors
+from gyre_trainer.shards.sharded_parameters import support_dtensors
+from gyre_trainer.torch_internals import gradient_hooks_of
 from gyre_trainer.whole.adapters import adapters_of, notice_later_adapters
 from gyre_trainer.whole.replicated import (
     MIN_READ_NUMEL,
@@ -109,42 +103,9 @@ def quantize_frozen(
         quantize_frozen(model.requires_grad_(False), "nf4", mesh=mesh)
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     """
-    require_format(to)
-    rotated = {p: each for p, each in model.named_modules() if isinstance(each, RotatedModule)}
-    uses = Counter(id(each.rotation.sharded) for each in rotated.values())
-    chosen = {
-        path: each
-        for path, each in rotated.items()
-        if type(each.rotation.rule) is LinearRule
-        and uses[id(each.rotation.sharded)] == 1
-        and path.rpartition(".")[2] not in keep
-    }
-    if not chosen:
-        raise RotationError(
-            f"no linear layer of {type(model).__name__} rotates by itself; rotate the model with "
-            "find_blocks=False"
-        )
-    _warn_of_blocks(rotated)
-    for path, each in chosen.items():
-        quantize_linear(each, path, to)
+    paths = encode_layers(model, to, keep)
     require_equal_models(model, mesh)
-    return list(chosen)
-
-
-def _warn_of_blocks(rotated: Mapping[str, RotatedModule]) -> None:
-    """Warn where frozen weights are not encoded because their block rotates as a whole."""
-    blocks = []
-    for path, each in rotated.items():
-        names = [cut.name for cut in each.rotation.layout.cuts if len(cut.shape) > 1]
-        frozen = not any(each.rotation.module.get_parameter(name).requires_grad for name in names)
-        if len(names) > 1 and frozen:
-            blocks.append(path)
-    if blocks:
-        warnings.warn(
-            f"{len(blocks)} frozen blocks that rotate as a whole are not encoded, {blocks[0]} the "
-            "first of them; rotate the model with find_blocks=False to encode their layers",
-            stacklevel=3,
-        )
+    return paths
 
 
 __all__ = [
@@ -229,13 +190,7 @@ def rotate(
         rotate(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())
     """
-    require_ring(mesh)
-    require_all_ranks(mesh, independent=independent)
-    _require_new(module)
-    _sync(module, mesh, sync_from)
-    support_dtensors()
-    refuse_random_writes()
-    notice_later_adapters()
+    _prepare(module, mesh, sync_from, independent=independent)
     target = RotationTarget(mesh, policy)
     if isinstance(rule, ReadRule):
         shard_own(module, rule, target)
@@ -279,10 +234,10 @@ def rotate_all(
             earlier key to a later one. None instead of a rule keeps a module whole.
         sync_from: the rank of the mesh whose parameters and buffers all ranks take, such as the one
             that loaded them; None where all have the same, which is checked.
-        verify: whether a module's first call, in training and in evaluation, is compared with the
-            whole module, which every rank gathers for that: outputs and gradients. None verifies
-            modules with a rule that have up to 4 million parameters, and the plan names larger
-            ones; True every module, of any size.
+        verify: whether a layer that rotates by itself is compared with the whole one at its first
+            calls, in training and in evaluation, as blocks always are: outputs, and so gradients.
+            Each rank gathers one layer at a time for that. None verifies layers with a rule that
+            have up to 4 million parameters, and the plan names larger ones; True every layer.
         find_blocks: whether attention and MLPs whose code is in the table of known blocks rotate as
             one (`gyre_trainer.layers.known_blocks`). All others, such as attention whose key/value
             heads the ranks cannot share evenly, rotate layer by layer, and the returned plan says
@@ -311,13 +266,7 @@ def rotate_all(
         materialize(model, seed=0)
         optimizer = torch.optim.AdamW(model.parameters())
     """
-    require_ring(mesh)
-    require_all_ranks(mesh, independent=independent)
-    _require_new(model)
-    _sync(model, mesh, sync_from)
-    support_dtensors()
-    refuse_random_writes()
-    notice_later_adapters()
+    _prepare(model, mesh, sync_from, independent=independent)
     if _checkpoints_layers(model):
         policy = replace(policy, recompute="layer")
     target = RotationTarget(mesh, policy)
@@ -332,7 +281,8 @@ def rotate_all(
     walk.visit("", model)
     walk.require_all_used()
     share_cut(model, target)
-    if isinstance(model, RotatedModule) and all(isinstance(p, DTensor) for p in model.parameters()):
+    has_no_others = all(isinstance(p, DTensor) for p in model.parameters())
+    if isinstance(model, RotatedModule) and has_no_others and replica_group(mesh) is None:
         name_modules(model)
         require_equal_models(model, mesh)
     else:
@@ -477,6 +427,18 @@ def _largest_numel(module: nn.Module) -> int:
     return max((parameter.numel() for parameter in module.parameters()), default=0)
 
 
+def _prepare(
+    module: nn.Module, mesh: DeviceMesh, sync_from: int | None, *, independent: bool
+) -> None:
+    """Check mesh and module, and prepare torch for shards."""
+    require_ring(mesh)
+    require_all_ranks(mesh, independent=independent)
+    _require_new(module)
+    _sync(module, mesh, sync_from)
+    support_dtensors()
+    notice_later_adapters()
+
+
 def _require_new(module: nn.Module) -> None:
     """Refuse a module that is rotated already, and parameters that cannot be sharded.
 
@@ -507,7 +469,9 @@ def _require_new(module: nn.Module) -> None:
                 f"{type(module).__name__}.{name} has no shape yet; "
                 "call the model once before it is rotated"
             )
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        hooks = [
+            h for each in (True, False) for h in gradient_hooks_of(parameter, accumulated=each)
+        ]
         if hooks and not any(parameter in each for each in averaging):
             raise RotationError(
                 f"{type(module).__name__}.{name} has a hook on its gradient, which the sharded "

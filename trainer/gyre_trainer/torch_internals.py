@@ -4,15 +4,21 @@ A name of torch that begins with an underscore may change in any version. Tests 
 torch then fail here, and the rest of the trainer stays as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 # Torch exports no functions for nested values that know the containers of libraries.
 from torch.utils._pytree import (
@@ -25,19 +31,33 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "BatchNorm",
+    "DTensorSpec",
+    "Dropout",
     "TreeSpec",
     "at_end_of_backward",
+    "base_of",
     "buffers_of",
+    "child_of",
+    "dtensor_handlers",
+    "gradient_hooks_of",
+    "gradients",
+    "has_dispatch_modes",
+    "hooks_of",
     "is_fake",
     "number_of_backward",
     "parameters_of",
     "profiler_enabled",
+    "saved_tensors_hooks_around",
+    "shard_of",
+    "spec_of",
     "storage_number",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "uncompiled",
     "version_of",
     "without_dispatch",
 ]
@@ -94,3 +114,73 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers by name, to replace one; `named_buffers` leaves out those of None."""
     return module._buffers
+
+
+def child_of(module: nn.Module, name: str) -> nn.Module | None:
+    """A module's child; `get_submodule` takes eight times as long."""
+    return module._modules.get(name)
+
+
+# The classes that all dropouts, and all norms with statistics of batches, derive from.
+Dropout = nn.modules.dropout._DropoutNd
+BatchNorm = nn.modules.batchnorm._NormBase
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """All hooks of a module; torch only registers and removes them."""
+    return chain.from_iterable(vars(module)[name].values() for name in _HOOKS)
+
+
+def gradient_hooks_of(parameter: Tensor, *, accumulated: bool) -> list[Any]:
+    """The hooks on a parameter's gradient of a backward, or on the ``accumulated`` one."""
+    hooks = parameter._post_accumulate_grad_hooks if accumulated else parameter._backward_hooks
+    return list((hooks or {}).values())
+
+
+# Of a function that `torch.compile` must run as it is: hops, and all that decides about them. This
+# one imports the compiler at the first call; that of `torch.compiler` would import it here.
+uncompiled = _disable_dynamo
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def has_dispatch_modes() -> bool:
+    """Whether a counter or tracer of operators is on."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def saved_tensors_hooks_around() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Pack and unpack of the context around; an inner context would replace them."""
+    hooks: Any = _top_hooks(False)
+    return hooks or None
+
+
+def gradients(
+    edges: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """As `torch.autograd.grad` with unused leaves, which takes as long again for checks."""
+    found: Sequence[Tensor | None] = _engine_run_backward(
+        tuple(edges), tuple(grads), False, False, tuple(leaves), True, accumulate_grad=False
+    )
+    return found
+
+
+def shard_of(parameter: DTensor) -> Tensor:
+    """This rank's part of a DTensor, outside of any graph; `to_local` adds a node."""
+    return parameter._local_tensor
+
+
+def spec_of(parameter: Tensor) -> DTensorSpec | None:
+    """How a DTensor is cut, to make others alike without a check; None for a plain tensor."""
+    return parameter._spec if isinstance(parameter, DTensor) else None
+
+
+def dtensor_handlers() -> dict[Any, Any]:
+    """By operators, what DTensors run instead; torch registers none publicly."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.experts import ExpertsRule
-from gyre_trainer.layers.linear import OwnEmbeddingRule
+from gyre_trainer.layers.linear import EmbeddingRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 RULES: dict[str, Any] = {
-    "Gemma3": {"*.embed_tokens": OwnEmbeddingRule(VOCABULARY, padding_idx=0)},
+    "Gemma3": {"*.embed_tokens": EmbeddingRule(VOCABULARY, padding_idx=0)},
     "GptOss": {
         "*.experts": ExpertsRule(
             weights=("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),

@@ -15,7 +15,7 @@ from gyre_trainer.rotation.rule import Rule
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import bytes_of_rows
+from tests.distributed.training import bytes_of_embedding
 
 Rules = dict[type[nn.Module] | str, Rule | None]
 NUM_STEPS = 3
@@ -143,7 +143,7 @@ def test_frozen_weights_travel_without_gradients(ranks: StartRanks) -> None:
         expected = 8 * (forward + backward) * (num_ranks - 1) // num_ranks
         rows = tokens(0).chunk(num_ranks)
         assert ranks(num_ranks).run(bytes_of_a_step) == [
-            expected + bytes_of_rows(rows, rank, shape, weight=8, grad=0)
+            expected + bytes_of_embedding(rows, rank, shape, weight=8, grad=0)
             for rank in range(num_ranks)
         ]
 

@@ -13,9 +13,9 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.layers.quantized import Format, decode, encode
 from gyre_trainer.rotate import linear_cross_entropy, quantize_frozen, rotate_all
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.shards.quantized import Format, decode, encode
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks

@@ -1,4 +1,4 @@
-"""An embedding sends the rows of its tokens: exact, repeatable, and no more bytes than these."""
+"""An embedding sends tokens and their rows: exact, repeatable, and no more bytes than these."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import bytes_of_rows, whole
+from tests.distributed.training import bytes_of_embedding, whole
 
 NUM_ROWS, WIDTH, PADDING = 1001, 6, 7  # no number of ranks divides the rows
 SHAPE = NUM_ROWS, WIDTH
@@ -127,14 +127,14 @@ def test_rows_give_what_one_process_has_and_are_all_that_is_sent(
             assert each.counted[0] == each.counted[1]
         first, second = seen
         assert all(torch.equal(first.grads[name], second.grads[name]) for name in first.grads)
-        rows = bytes_of_rows(tokens, rank, SHAPE, weight=8, grad=8)
+        rows = bytes_of_embedding(tokens, rank, SHAPE, weight=8, grad=8)
         again = (
-            bytes_of_rows(tokens, rank, SHAPE, weight=8, grad=0)
+            bytes_of_embedding(tokens, rank, SHAPE, weight=8, grad=0)
             if options.get("checkpointed")
             else 0
         )
         head = _head_bytes(rank, num_ranks)
-        assert first.counted[0] == head + 2 * (rows + 8) + again
+        assert first.counted[0] == head + 2 * rows + again
         assert 2 * rows < head  # which the embedding would send four thirds of
 
 
@@ -149,7 +149,7 @@ def told_when_ranks_differ(when: str) -> str:
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=60))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
-    tables = nn.ModuleDict({"one": nn.Embedding(30, 4), "other": nn.Embedding(30, 4)})
+    tables = nn.ModuleDict({"one": nn.Embedding(NUM_ROWS, 4), "other": nn.Embedding(NUM_ROWS, 4)})
     tables["layer"] = nn.Linear(4, 30)
     rotate_all(tables, mesh=mesh, policy=RotationPolicy())
     told = _told(tables, when)

@@ -1,6 +1,5 @@
-"""Replicas of rings: exact, averaged while backward goes on, and never of different weights."""
+"""Replicas of rings: exact, averaged when backward ends, and never of different weights."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate, rotate_all
 from gyre_trainer.shards.layout import local_of
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.steps.test_rotation_checkpoint import VARIANTS, train_between
@@ -24,6 +22,7 @@ from tests.distributed.training import (
     distance,
     train_alone,
     train_rotated,
+    whole,
 )
 
 CLIPPED = Variant(UNEVEN, max_norm=0.1)
@@ -55,46 +54,21 @@ def test_checkpoints_of_two_rings_load_at_any_number_of_ranks(
             assert distance(found, alone) <= 1e-12
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes all-reduces, and gradients that leave for the next rank."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = str(func.name())
-        if name in ("c10d::allreduce_", "gyre::send"):
-            self.seen.append(name)
-        return func(*args, **kwargs or {})
-
-
-def order_in_backward() -> list[str]:
+def gradients_of_layers_of_their_own() -> list[Tensor]:
     mesh = make_mesh("cpu", replicate=2)
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    model = nn.ModuleList(layers)
     rotate_all(model, mesh=mesh)
-    for _ in range(2):
-        loss = model(torch.ones(2, 4)).sum()
-        operators = _Operators()
-        with operators:
-            loss.backward()
-    return operators.seen
+    layers[mesh.get_local_rank("replicate")](torch.ones(2, 4)).sum().backward()
+    return [whole(each.weight.grad) for each in layers if each.weight.grad is not None]
 
 
-def test_a_modules_average_starts_before_the_next_modules_backward(ranks: StartRanks) -> None:
-    hop, average = "gyre::send", "c10d::allreduce_"
-    for seen in ranks(4).run(order_in_backward):
-        first = seen.index(average)
-        assert hop in seen[first:]
-        # one for each module, and one at the end that compares the order of the others
-        assert seen.count(average) == 3 + 1
+def test_replicas_that_train_different_modules_average_zeros(ranks: StartRanks) -> None:
+    """Each layer has a gradient of 2 on one of two rings."""
+    for one, other in ranks(4).run(gradients_of_layers_of_their_own):
+        assert torch.equal(one, torch.ones(4, 4))
+        assert torch.equal(other, torch.ones(4, 4))
 
 
 def refusal(program: Any) -> str:
@@ -113,7 +87,7 @@ def shards_of_their_own() -> None:
     materialize(model, seed=0)
     with torch.no_grad():
         local_of(model.embedding.weight).add_(mesh.get_local_rank("replicate"))
-    model.loss(*batch(0, UNEVEN.vocab_size))
+    model.loss(*batch(0, UNEVEN.vocab_size)).backward()  # type: ignore[no-untyped-call]
 
 
 def norms_of_their_own() -> None:
@@ -132,13 +106,26 @@ def values_of_their_own() -> None:
     rotate_all(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
 
 
-def modules_of_their_own() -> None:
+def shards_that_nothing_averages() -> None:
+    torch.manual_seed(0)
+    layer = rotate(nn.Linear(4, 4), mesh=make_mesh("cpu", replicate=2))
+    layer(torch.ones(2, 4))
+
+
+def layer_of_a_model_that_is_gone() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    rotate_all(nn.ModuleList([layer]), mesh=make_mesh("cpu", replicate=2))
+    layer(torch.ones(2, 4))
+
+
+def frozen_on_one_replica() -> None:
     mesh = make_mesh("cpu", replicate=2)
     torch.manual_seed(0)
-    layers = [rotate(nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
-    for layer in layers:
-        layer(torch.ones(2, 4))
-    layers[mesh.get_local_rank("replicate")](torch.ones(2, 4)).sum().backward()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rotate_all(model, mesh=mesh)
+    model[0].requires_grad_(mesh.get_local_rank("replicate") == 0)
+    model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +134,9 @@ def modules_of_their_own() -> None:
         (shards_of_their_own, ["embedding", "one replica", "seed"]),
         (norms_of_their_own, ["0.weight of Sequential", "one rank"]),
         (values_of_their_own, ["0.weight has values of digest", "rank 2", "sync_from=0"]),
-        (modules_of_their_own, ["replicas", "did not train the same modules"]),
+        (shards_that_nothing_averages, ["replicas", "rotate the model around it"]),
+        (layer_of_a_model_that_is_gone, ["model is gone", "averages"]),
+        (frozen_on_one_replica, ["trains on 2 of 4 ranks", "requires_grad_"]),
     ],
 )
 def test_replicas_never_differ_in_silence(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gyre_trainer.shards.quantized import Format, decode, encode
+from gyre_trainer.layers.quantized import Format, decode, encode
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.train_jobs import DEADLINE_S, Jobs, tiny_run

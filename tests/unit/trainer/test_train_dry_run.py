@@ -56,16 +56,16 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     assert live[Category.OPTIMIZER] == 2 * own + 4 * num_tensors
     assert live[Category.GRADIENTS] == live[Category.LOGITS] == 0
     num_rows, width = MODEL["vocab_size"], MODEL["dim"]
-    num_tokens = 32 * 16 // num_ranks  # all are taken to differ, so each has a row of the embedding
-    flags_and_meeting = num_rows * (num_ranks - 1) + 4 if num_ranks > 1 else 0
+    num_tokens = 32 * 16 // num_ranks
     share = (num_ranks - 1) / num_ranks
     num_norms = sum("norm" in name for name, _ in plain(settings.model).named_parameters())
     # and of each whether any rank has a gradient, and whether all train it
     averaged = norms + 2 * 4 * num_norms
-    # of the embedding no slice travels
+    # all ranks have fewer tokens than the embedding has rows, so ids and rows travel, not slices
+    assert num_tokens * num_ranks < num_rows
     of_slices = 3 * (rotated - 4 * num_rows * width) + 2 * averaged
-    of_rows = 4 * width * 2 * num_tokens
-    assert cost.sent_bytes == share * (of_slices + of_rows) + flags_and_meeting
+    of_rows = (num_ranks - 1) * num_tokens * (8 + 2 * 4 * width)
+    assert cost.sent_bytes == share * of_slices + of_rows
 
 
 def test_small_modules_are_replicated_unless_the_configuration_says_otherwise() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gyre_trainer.rotation.rule import DeferredGrads, DeferWeightGrads, RunningSum
-from gyre_trainer.shards import travel
-from gyre_trainer.shards.travel import SliceGrad
+from gyre_trainer.shards import layout
+from gyre_trainer.shards.layout import SliceGrad
 from torch import Tensor
 
 
@@ -127,7 +127,7 @@ def test_a_slices_gradient_is_scaled_and_starts_with_the_first_contribution(
 def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch, empty: bool
 ) -> None:
-    monkeypatch.setattr(travel, "_MAX_PRODUCT_NUMEL", 8)
+    monkeypatch.setattr(layout, "_MAX_PRODUCT_NUMEL", 8)
     left, right = torch.arange(10.0).view(5, 2).bfloat16(), torch.ones(2, 3).bfloat16()
     part = torch.full((5, 3), torch.nan if empty else 1.0)
     SliceGrad([part], empty=empty, scale=0.5).add_product(0, left, right)

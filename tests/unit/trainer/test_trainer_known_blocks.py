@@ -61,7 +61,7 @@ CLASSES = {
     "Pix2StructVision": ("Pix2StructVisionConfig", "Pix2StructVisionModel"),
 }
 A, M = "AttentionRule", "MLPRule"
-BLOCKS = {A, M, "ExpertsRule", "OwnEmbeddingRule"}
+BLOCKS = {A, M, "ExpertsRule", "EmbeddingRule"}
 BOTH = {"self_attn": A, "mlp": M}
 LISTED = dict.fromkeys("0123", M)  # experts
 # What is found on two ranks.
@@ -73,7 +73,7 @@ FOUND: dict[str, dict[str, str]] = {
         ],
         BOTH,
     ),
-    "Gemma3": BOTH | {"embed_tokens": "OwnEmbeddingRule"},
+    "Gemma3": BOTH | {"embed_tokens": "EmbeddingRule"},
     "GPTNeoX": {"attention": A, "mlp": M},
     "Mixtral": {"self_attn": A} | LISTED,
     "Qwen3Moe": {"self_attn": A} | LISTED,
@@ -113,7 +113,11 @@ def blocks_of(family: str, num_ranks: int, dropout: float = 0.0) -> tuple[dict[s
     rotates = [entry for entry in plan.entries if entry.how == "rotated"]
     rotating = sum(entry.numel for entry in rotates)
     total = sum(entry.numel for entry in plan.entries if entry.how != "local")
-    blocks = {each.path.rpartition(".")[2]: each.rule for each in rotates}
+    blocks = {
+        each.path.rpartition(".")[2]: each.rule
+        for each in rotates
+        if each.module_class != "Embedding"  # that of torch is no block
+    }
     return {name: rule for name, rule in blocks.items() if rule in BLOCKS}, rotating / total
 
 

@@ -531,7 +531,6 @@ def step_figures(device_type: str, staged: bool) -> dict[str, float]:
             with ExitStack() as hops:
                 if name != "s":
                     hops.enter_context(patch.object(Ring, "shift", stay))
-                    hops.enter_context(patch.object(Ring, "send_among", stay))
                 took = []
                 for step in range(5):
                     dist.barrier()

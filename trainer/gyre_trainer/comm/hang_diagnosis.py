@@ -230,15 +230,15 @@ class HangDiagnosis:
             self._hop.now = self._hop.now[0] + 1, 0
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """A context for a collective of the group.
+    def collective(self, what: str, identity: int = 0) -> Iterator[None]:
+        """A context for a collective of the group; ``identity`` is as in `waiting`.
 
         Raises:
             RingError: the collective failed; the message names the rank at fault.
             RotationError: another rank has found that ranks call different modules.
         """
         try:
-            with self.waiting(f"rank {self._rank}: {what}"):
+            with self.waiting(f"rank {self._rank}: {what}", identity):
                 yield
         except (RingError, RotationError):
             raise

@@ -204,7 +204,7 @@ def span(what: str) -> AbstractContextManager[object]:
     return record_function(what) if profiler_enabled() else _NOTHING
 
 
-# Bits of each part of a packed identity; what does not fit wraps round. 2^20 modules are more than
+# Bits of each part of a packed identity; larger numbers wrap round. 2^20 modules are more than
 # any model has, and two passes of one module differ by their direction and stream.
 _STEP_BITS, _ROUND_BITS, _NUMBER_BITS, _TRAINED_BITS = 14, 6, 20, 16
 

@@ -60,7 +60,7 @@ from gyre_trainer.comm.identity import (
 )
 from gyre_trainer.comm.mesh import replica_group, ring_group
 from gyre_trainer.errors import RingError, RotationError
-from gyre_trainer.torch_internals import profiler_enabled, without_dispatch
+from gyre_trainer.torch_internals import has_dispatch_modes, profiler_enabled, without_dispatch
 
 
 class Stream(IntEnum):
@@ -259,7 +259,7 @@ for _name in ("send", "recv"):
 
 def _tell(legs: Sequence[Leg]) -> None:
     """Let the present tools see sends and receives."""
-    if torch._C._len_torch_dispatch_stack() or profiler_enabled():
+    if has_dispatch_modes() or profiler_enabled():
         for leg in legs:
             (torch.ops.gyre.recv if leg.arrives else torch.ops.gyre.send)(leg.tensor)
 
@@ -357,18 +357,6 @@ class Hop:
         raise failure from cause
 
 
-class _Sides(NamedTuple):
-    """The two ends of all hops of one direction and stream.
-
-    Attributes:
-        ends: offset, whether the tensor arrives, and description: of what arrives, of what is sent.
-        source: the sending rank.
-    """
-
-    ends: list[tuple[int, bool, str]]
-    source: int
-
-
 class Ring:
     """This rank among its neighbours.
 
@@ -415,7 +403,6 @@ class Ring:
         self.in_flight: dict[Hop, None] = {}
         self.checks = StepChecks()
         self.transport = transport
-        self._sides: dict[tuple[Direction, Stream], _Sides] = {}
         self.group = group
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Ring":
@@ -448,10 +435,10 @@ class Ring:
             RotationError: another rank has found that ranks call different modules.
         """
         self.bytes_sent += outgoing.nbytes
-        sides = self._sides.get((direction, stream)) or self._add_sides(direction, stream)
+        ends = (incoming, -direction, True), (outgoing, direction, False)
         legs = [
-            Leg(tensor, *end)
-            for tensor, end in zip((incoming, outgoing), sides.ends, strict=True)
+            Leg(tensor, offset, arrives, self._described(offset, stream, arrives=arrives))
+            for tensor, offset, arrives in ends
             if tensor.numel()
         ]
         if not self.transport.moves:
@@ -470,7 +457,7 @@ class Ring:
             works = self._start(framed_legs, stream)
         is_compared = bool(legs) and legs[0].arrives
         kept = frames if is_compared else ()
-        return Hop(works, self, identity, kept, sides.source, outgoing.data_ptr())
+        return Hop(works, self, identity, kept, self._global(-direction), outgoing.data_ptr())
 
     def _sends(self, flat: Tensor, identity: int) -> bool:
         """Whether a hop in flight sends this tensor with another identity behind it.
@@ -480,41 +467,29 @@ class Ring:
         address = flat.data_ptr()
         return any(hop.outgoing == address and hop.identity != identity for hop in self.in_flight)
 
-    def send_among(
-        self,
-        outgoing: Sequence[tuple[int, Tensor]],
-        incoming: Sequence[tuple[int, Tensor]],
-        stream: Stream,
-    ) -> Hop:
-        """Start to send tensors to any ranks of the ring, and to receive others.
-
-        Tensors between two ranks arrive in the order in which both ranks list them. All are
-        contiguous, not empty, and belong to the hop until it was waited for. They have no identity:
-        all ranks have compared that of a hop just before.
-
-        Args:
-            outgoing: tensors to send, each after the rank on the ring that gets it.
-            incoming: buffers to fill, each after the rank on the ring that it is from.
-            stream: the content of all.
-
-        Raises:
-            RingError: the hop could not be started.
-            RotationError: another rank has found that ranks call different modules.
-        """
-        self.bytes_sent += sum(tensor.nbytes for _, tensor in outgoing)
-        legs = [
-            Leg(tensor, offset, arrives, self._described(offset, stream, arrives=arrives))
-            for arrives, tensors in ((True, incoming), (False, outgoing))
-            for offset, tensor in ((rank - self.rank, tensor) for rank, tensor in tensors)
-        ]
-        return Hop(self._start(legs, stream), self)
-
     def _start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
         try:
             return self.transport.start(legs, stream) if legs else []
         except (RingError, RotationError):
             self.give_up()
             raise
+
+    def largest(self, value: int, identity: int) -> int:
+        """The largest value on the ring; collective. With gloo, no device is waited for.
+
+        Raises:
+            RingError: a rank is gone or too late.
+            RotationError: another rank calls another module than the one of ``identity``.
+        """
+        if self.size == 1 or not self.transport.moves:
+            return value
+        on_host = "gloo" in str(dist.get_backend_config(self.group))
+        if not on_host:
+            self.settle()
+        with self.hang_diagnosis.collective("comparing sizes", identity), without_dispatch():
+            largest = torch.tensor([value], device="cpu" if on_host else "cuda")
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+            return int(largest)
 
     def settle(self) -> None:
         """Wait for all hops in flight: before an all-reduce, whose communicator is another one.
@@ -559,15 +534,6 @@ class Ring:
             )
         return self.modules.difference(self.global_rank, identity, source, theirs)
 
-    def _add_sides(self, direction: Direction, stream: Stream) -> "_Sides":
-        """The common part of all hops of a direction and stream."""
-        ends = [
-            (offset, arrives, self._described(offset, stream, arrives=arrives))
-            for offset, arrives in ((-direction, True), (direction, False))
-        ]
-        sides = self._sides[direction, stream] = _Sides(ends, self._global(-direction))
-        return sides
-
     def _described(self, offset: int, stream: Stream, *, arrives: bool) -> str:
         verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
         what = f"{verb} {stream.name.lower()} {preposition} rank {self._global(offset)}"
@@ -600,8 +566,14 @@ def ring_of(mesh: DeviceMesh) -> Ring:
         # NCCL keeps the host in no hop, so there its communicators are aborted at once
         diagnosis.end_waits_by(transport.give_up, hops_alone=mesh.device_type == "cpu")
         if mesh.size() == dist.get_world_size():
-            _OF_ALL_RANKS[dist.distributed_c10d._get_default_group()] = ring
+            _OF_ALL_RANKS[_world()] = ring
     return ring
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _hop_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
@@ -650,7 +622,7 @@ def collective(what: str) -> AbstractContextManager[object]:
     If the collective fails, a `RingError` names the rank at fault. Without a mesh of all ranks the
     context does nothing.
     """
-    ring = _OF_ALL_RANKS.get(dist.distributed_c10d._get_default_group())
+    ring = _OF_ALL_RANKS.get(_world())
     return ring.hang_diagnosis.collective(what) if ring is not None else nullcontext()
 
 

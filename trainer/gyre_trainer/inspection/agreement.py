@@ -8,8 +8,7 @@ A rank that refuses alone goes on without the module's hops. The others would wa
 the timeout, if its process lives on. The ring stays usable.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeVar
@@ -157,23 +156,6 @@ def require_all_ranks(mesh: DeviceMesh, *, independent: bool) -> None:
         f"replicate={max(2, num_ranks // size)}, rotate={size}). Where it is to train apart, pass "
         "independent=True to rotate_all or rotate"
     )
-
-
-@contextmanager
-def refusing_together(rotation: Rotation) -> Iterator[None]:
-    """A context for checks of a module; what one rank raises ends the checks of all. Collective.
-
-    The checks themselves must not communicate.
-
-    Raises:
-        RotationError: another rank of the ring refuses the module; the message has its words.
-    """
-    try:
-        yield
-    except Exception as error:
-        refuse_together(rotation, str(error))
-        raise
-    refuse_together(rotation, "")
 
 
 def refuse_together(rotation: Rotation, reason: str) -> None:

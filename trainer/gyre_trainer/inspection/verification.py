@@ -1,14 +1,12 @@
-"""Compares a rotated module with the whole one, gathered for that once: its outputs.
+"""Compares a rotated module with its own layers, each gathered while it runs: the outputs.
 
-Also here:
-
-* Checks that a rule is true of its module, on the own slice and before training.
-* The checks of a rule at a module's first calls: what it says of itself, and what it computes.
+A rule may fit a module's shapes and not its code. So the first call in training, and the first in
+evaluation, is computed by slices and by whole layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError, TrainError
-from gyre_trainer.inspection.agreement import refuse_together, refusing_together
-from gyre_trainer.rotation.call import Call, cast
+from gyre_trainer.inspection.agreement import refuse_together
+from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.recomputation import (
     generators_of,
     outside_of_layers,
@@ -27,9 +25,9 @@ from gyre_trainer.rotation.recomputation import (
     states_of,
 )
 from gyre_trainer.rotation.ring_pass import run
-from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
-from gyre_trainer.rotation.rule import Rotation, Rule, SumOfOutputs, parameter_at, swapped
-from gyre_trainer.torch_internals import is_fake, tree_leaves, tree_map_only
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
+from gyre_trainer.torch_internals import is_fake, tree_leaves, tree_map_only, uncompiled
 
 
 @contextmanager
@@ -41,71 +39,6 @@ def _same_numbers(rotation: Rotation) -> Iterator[None]:
         yield
     finally:
         set_states(generators, states)
-
-
-@torch.no_grad()
-def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a module whose slices' outputs do not add up to its own output, in its present mode.
-
-    They add up where the output is linear in the weights that the rule names: times -2 where these
-    weights are times -2. With a residual, a norm or an activation after the last layer it is not.
-    Random numbers that it draws for this are drawn again afterwards.
-
-    Raises:
-        RotationError: the output is not linear in these weights, or is drawn by chance.
-    """
-    names, index = rotation.rule.linear_in, rotation.sharded.ring.rank
-    call, flat = _own_slice_call(rotation, args, kwargs)
-    with _same_numbers(rotation):
-        before = states_of(generators_of(flat.device))
-        outputs = call.compute(index, flat).outputs
-        after = states_of(generators_of(flat.device))
-    if not all(torch.equal(one, other) for one, other in zip(before, after, strict=True)):
-        raise RotationError(
-            f"{rotation.name} draws random numbers, such as dropout's, and each slice would draw "
-            "others. Keep that outside of the rotated module, or give no rule: its layers rotate "
-            "one by one"
-        )
-    expected = [-2 * output for output in _that_add_up(rotation, outputs)]
-    scaled = flat.clone()
-    for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
-        view.mul_(-2 if cut.name in names else 1)
-    found = _that_add_up(rotation, call.compute(index, scaled).outputs)
-    if not all(_close(one, other, 1e-2) for one, other in zip(found, expected, strict=True)):
-        raise RotationError(
-            f"the output of {rotation.name} is not linear in {', '.join(names)}, "
-            "so its slices do not add up to it. Keep residuals, norms, activations and dropout "
-            "after the last layer outside of the rotated module."
-        )
-
-
-def _that_add_up(rotation: Rotation, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Those of a slice's outputs that are added to the other slices'."""
-    return [
-        output
-        for position, output in enumerate(outputs)
-        if isinstance(
-            rotation.rule.output_reduction(position, rotation.pieces, output.dtype), SumOfOutputs
-        )
-    ]
-
-
-@torch.no_grad()
-def _own_slice_call(
-    rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Call, Tensor]:
-    """A call for the own slice alone, and that slice in the dtype of the computation.
-
-    No compiler takes part: a graph for the checks alone would be one of few.
-    """
-    rotation = replace(rotation, policy=replace(rotation.policy, compiler=None))
-    call = Call(rotation, args, kwargs)
-    call.detach_inputs(call.tensors[:])
-    flat, buffer = rotation.own_piece(0)
-    own = flat.clone()
-    if buffer is not None:
-        rotation.sharded.ring.pool.put(buffer)
-    return call, own
 
 
 def largest_finite(tensor: Tensor) -> float:
@@ -125,28 +58,38 @@ _TOLERANCE_OF_OTHERS = 5e-2
 def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a module whose outputs are others when it rotates than as a whole.
 
-    Every rank holds the whole module meanwhile. Random numbers that it draws for this are drawn
+    Every rank holds one whole layer at a time. Random numbers that it draws for this are drawn
     again afterwards. Gradients follow from the outputs: autograd forms those of each slice.
     Collective.
 
     Raises:
         RotationError: on every rank of the ring, where one sees a difference; the message names
-            the output.
+            the output. Or it draws random numbers.
     """
     if is_fake(rotation.sharded.flat):
         return
+    generators = generators_of(rotation.sharded.flat.device)
     with _same_numbers(rotation):
+        before = states_of(generators)
         expected = _tensors(_whole_output(rotation, args, kwargs))
+        after = states_of(generators)
     with _same_numbers(rotation):
         found = _tensors(run(rotation, args, kwargs))
-    tolerance = _TOLERANCE.get(_dtype_of(rotation), _TOLERANCE_OF_OTHERS)
     reason = ""
+    if not all(torch.equal(one, other) for one, other in zip(before, after, strict=True)):
+        reason = (
+            f"{rotation.name} draws random numbers, such as dropout's, and each slice would draw "
+            "others. Keep that outside of the rotated module, or give no rule: its layers rotate "
+            "one by one"
+        )
+    tolerance = _TOLERANCE.get(_dtype_of(rotation), _TOLERANCE_OF_OTHERS)
     for place, (one, other) in enumerate(zip(found, expected, strict=True)):
         if not reason and not _close(one, other, tolerance):
             reason = (
                 f"{rotation.name} computes something else when it rotates: output {place} is "
                 f"{_off(one, other)}; its rule does not fit it, or its forward reads sizes that a "
-                "slice does not have"
+                "slice does not have. Keep residuals, norms, activations and dropout after the "
+                "last layer outside of the rotated module"
             )
     refuse_together(rotation, reason)
     if reason:
@@ -154,17 +97,53 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _whole_output(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The output of the module with whole parameters. Collective."""
+    """The output of the module with whole parameters. Collective.
+
+    Those of a linear layer are whole while it is called, and NaN else. If a layer was not called,
+    the module may have read its parameters, and computes again with all of them.
+    """
     module, dtype = rotation.module, rotation.policy.compute_dtype
     names = [*(cut.name for cut in rotation.layout.cuts), *rotation.replicated]
-    whole = {name: cast(_whole(parameter_at(module, name)), dtype) for name in names}
+    parameters = {name: parameter_at(module, name) for name in names}
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
+    left = {each for each in owners.values() if isinstance(each, nn.Linear) and each is not module}
     args, kwargs = tree_map_only(Tensor, lambda each: cast(each, dtype), (args, kwargs))
-    with swapped(module, whole):
-        return rotation.forward(*args, **kwargs)
+
+    def whole(layer: nn.Module | None) -> dict[str, Tensor]:
+        """Those of a layer; without one, those of no such layer."""
+        return {
+            name: cast(_full(parameters[name]), dtype)
+            for name, owner in owners.items()
+            if (owner if owner in layers else None) is layer
+        }
+
+    def called(layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        left.discard(layer)
+        with swapped(module, whole(layer)):
+            return forward(*args, **kwargs)
+
+    layers = frozenset(left)
+    missing = {name: _nan_like(parameters[name], dtype) for name in names if owners[name] in layers}
+    with ExitStack() as stack:
+        stack.enter_context(swapped(module, missing | whole(None)))
+        for layer in layers:
+            vars(layer)["forward"] = partial(called, layer, layer.forward)
+            stack.callback(vars(layer).pop, "forward")
+        output = rotation.forward(*args, **kwargs)
+    if left:
+        with swapped(module, {name: cast(_full(parameters[name]), dtype) for name in names}):
+            output = rotation.forward(*args, **kwargs)
+    return output
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _full(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _nan_like(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor of the parameter's shape, without memory."""
+    nan = torch.full((), torch.nan, dtype=dtype or parameter.dtype, device=parameter.device)
+    return nan.expand(parameter.shape)
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -198,8 +177,8 @@ def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return torch.allclose(found, expected, rtol=tolerance, atol=atol, equal_nan=True)
 
 
-# A module of this size is gathered in milliseconds, and holds 16 MiB in float32 meanwhile. Larger
-# ones might not fit into the memory that rotation is used for.
+# A single layer of this size is gathered in milliseconds, and holds 16 MiB in float32 meanwhile. A
+# larger one, such as a head, might not fit into the memory that rotation is used for.
 _MAX_VERIFIED_NUMEL = 2**22
 
 
@@ -215,11 +194,10 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
     if not isinstance(module, RotatedModule) or not _has_one_way(module):
         return
     numel = sum(prod(cut.shape) for cut in module.rotation.layout.cuts)
-    is_large = verify is None and rule is not None and numel > _MAX_VERIFIED_NUMEL
+    is_block = rule is not None and bool(rule.linear_in)
+    is_large = verify is None and rule is not None and not is_block and numel > _MAX_VERIFIED_NUMEL
     module.is_unverified = is_large
-    verifies = rule is not None and not is_large if verify is None else verify
-    proves = rule is not None and bool(rule.linear_in)
-    if not (verifies or proves):
+    if not (is_block or verify or (verify is None and rule is not None and not is_large)):
         return
     module.unchecked_modes = frozenset((True, False))
 
@@ -232,22 +210,15 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
         try:
             # A checkpoint around the call counts what is saved; the checks are not made again.
             with outside_of_layers(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-                if proves:
-                    with refusing_together(rotated.rotation):
-                        check_rule(rotated.rotation, args, kwargs)
-                if verifies:
-                    verify_module(rotated.rotation, args, kwargs)
+                verify_module(rotated.rotation, args, kwargs)
         except Exception as error:
             if rule is not None and not isinstance(error, TrainError):
                 error.add_note(_told_of_slices(rotated))
             raise
         rotated.unchecked_modes = left - {rotated.training}
-        hooks = called._forward_pre_hooks
-        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:
-            del hooks[hook.id], called._forward_pre_hooks_with_kwargs[hook.id]
 
     entry: Any = module
-    hook = entry.register_forward_pre_hook(first_call, with_kwargs=True)
+    entry.register_forward_pre_hook(first_call, with_kwargs=True)
 
 
 def _has_one_way(module: RotatedModule) -> bool:

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.head import LogitTransform, linear_cross_entropy, wide
-from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, own_class, uncompiled
-from gyre_trainer.torch_internals import is_fake
+from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, own_class
+from gyre_trainer.torch_internals import is_fake, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 _log = logging.getLogger(__name__)
 
 # What a key of the configuration says of the loss, and the families that have it. One of a family
-# that is not here shows in the comparison with the library's own loss.
+# missing here shows in the comparison with the library's own loss.
 _KEYS: tuple[tuple[str, str, str], ...] = (
     ("final_logit_softcapping", "cap", "Gemma 2, 3, 3n, T5Gemma, VaultGemma"),
     ("logits_soft_cap", "cap", "RecurrentGemma"),

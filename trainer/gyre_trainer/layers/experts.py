@@ -21,7 +21,7 @@ tokens chose. The price is that all experts travel to every rank, chosen or not.
 Dims: T tokens, D model, H hidden, E experts, K choices of a token, R rows: one for each choice of
 an expert that is here.
 
-Lists of experts of which a rank calls only those that its tokens chose.
+Lists of experts: a rank calls only those that its tokens chose.
 
 Every rank must call the same modules in the same order. So a module with such a list calls the
 experts that its tokens did not choose, too, with no tokens: in the order of the list, before the
@@ -37,6 +37,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -52,11 +53,11 @@ from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import changed_counts
 from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.initialisation import Uniform
 from gyre_trainer.shards.layout import Cut
-from gyre_trainer.torch_internals import is_fake, tree_flatten, tree_unflatten
+from gyre_trainer.torch_internals import is_fake, tree_flatten, tree_unflatten, uncompiled
 
 
 class CallOrder:
@@ -109,7 +110,7 @@ class CallOrder:
 
 
 class Experts(nn.Module):
-    """Gated MLPs, of which each token chooses some; their weights are stacked along the first dim.
+    """Gated MLPs; each token chooses some, and their weights are stacked along the first dim.
 
     The forward reads the number of experts from the weights, so it runs with all experts or a
     slice.
@@ -147,10 +148,14 @@ class Experts(nn.Module):
         num_experts = self.down.shape[0]
         if num_experts == 0:
             return torch.zeros_like(x)
-        token_R, place_R = ((chosen_TK >= 0) & (chosen_TK < num_experts)).nonzero(as_tuple=True)
-        expert_R, order_R = chosen_TK[token_R, place_R].sort(stable=True)
-        token_R, place_R = token_R[order_R], place_R[order_R]
-        rows = torch.split(x_TD[token_R], expert_R.bincount(minlength=num_experts).tolist())
+        choices = chosen_TK.flatten()
+        is_here = (choices >= 0) & (choices < num_experts)
+        expert, order = torch.where(is_here, choices, num_experts).sort(stable=True)
+        numbers = torch.arange(num_experts + 1, device=x.device, dtype=expert.dtype)
+        starts = torch.searchsorted(expert, numbers).tolist()  # the one wait for the device
+        order_R = order[: starts[-1]]
+        token_R = order_R // chosen_TK.shape[1]
+        rows = torch.split(x_TD[token_R], [stop - start for start, stop in pairwise(starts)])
         stacks = zip(rows, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
         y_RD = torch.cat(
             [
@@ -158,7 +163,7 @@ class Experts(nn.Module):
                 for row, gate, up, down in stacks
             ]
         )
-        weights_R1 = weights_TK[token_R, place_R].unsqueeze(-1)
+        weights_R1 = weights_TK.flatten()[order_R].unsqueeze(-1)
         return (
             torch.zeros_like(x_TD)
             .index_add_(0, token_R, (y_RD * weights_R1).type_as(x_TD))

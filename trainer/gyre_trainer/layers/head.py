@@ -35,10 +35,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import is_quantized, rows
+from gyre_trainer.layers.linear import rows
+from gyre_trainer.layers.quantized import is_quantized
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
-from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
+from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import (
     DeferredGrads,
     ModuleSlice,
@@ -47,8 +48,8 @@ from gyre_trainer.rotation.rule import (
     RunningSum,
     parameter_at,
 )
-from gyre_trainer.shards.layout import Cut, Layout, local_of
-from gyre_trainer.shards.travel import add_wide_product, takes_wide_product
+from gyre_trainer.shards.layout import Cut, Layout, add_wide_product, local_of, takes_wide_product
+from gyre_trainer.torch_internals import uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 # Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster on a

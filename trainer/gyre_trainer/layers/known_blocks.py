@@ -39,10 +39,8 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import Attention, AttentionRule, rotate_attention
 from gyre_trainer.layers.experts import Experts, ExpertsRule, MoE
 from gyre_trainer.layers.linear import (
-    ConvRule,
     EmbeddingRule,
     LinearRule,
-    OwnEmbeddingRule,
     count_of,
     features_of,
     is_table,
@@ -61,7 +59,7 @@ from gyre_trainer.rotation.rotated_module import (
     wrap,
 )
 from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.torch_internals import parameters_of
+from gyre_trainer.torch_internals import child_of, parameters_of
 from gyre_trainer.whole.replicated import ReadRule, shard_own
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -321,13 +319,13 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
     if kind is None or not has_code_of(module, kind) or computes_weights(module):
         return False
-    if getattr(module, "groups", 1) > 1:  # of a convolution: a slice would cut a group
-        return False
     if kind not in (*_LAYERS, nn.MultiheadAttention) and _has_hooks(module):
         return False
     match module:
         case nn.Linear():
             rotate_linear(module, target)
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            shard_own(module, ReadRule(module.weight.numel()), target)
         case Attention():
             rotate_attention(module, target)
         case nn.MultiheadAttention():
@@ -380,8 +378,6 @@ def _rule_of(module: nn.Module) -> Rule:
     match module:
         case nn.Embedding():
             return EmbeddingRule(module.num_embeddings, module.padding_idx)
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            return ConvRule(module)
         case GatedMLP():
             return MLPRule(ups=("gate", "up"))
         case MLP():
@@ -544,7 +540,7 @@ def _rows(module: nn.Module) -> Iterator[Rule]:
         if parameters_of(module).keys() == {"weight", "bias"}:
             yield LinearRule()
     elif isinstance(module, nn.Embedding) and _has_own_forward(module, nn.Embedding):
-        yield OwnEmbeddingRule(module.num_embeddings, module.padding_idx)
+        yield EmbeddingRule(module.num_embeddings, module.padding_idx)
     elif any(each is not None for each in parameters_of(module).values()):
         own = set(parameters_of(module))
         yield from (row for row in _EXPERTS if own == set(row.weights))
@@ -574,7 +570,7 @@ def _of_module(row: Rule, module: nn.Module) -> Rule:
     """A row with the numbers of a module."""
     if not isinstance(row, AttentionRule):
         return row
-    tables = [name for name in row.tables if is_table(module._modules.get(name) or nn.Module())]
+    tables = [name for name in row.tables if is_table(child_of(module, name) or nn.Module())]
     return replace(
         row,
         num_kv_heads=_num_kv_heads(row, module),

@@ -1,57 +1,54 @@
+# ruff: noqa: N803, N806  # names carry shape letters
 """A linear layer by its output features: the slices' outputs lie side by side.
 
 Also here:
 
-* Convolutions by output channels: the slices' outputs lie side by side.
+* The linear layers of a block: into a cut width, and out of it.
+* An embedding by rows of its vocabulary.
 
-The linear layers of a block: into a width that is cut, and out of it.
+[Note: Rows of an embedding]
 
-An embedding by rows of its vocabulary.
-
-Its rows are sent to the ranks whose tokens they are for.
-
-A frozen linear layer whose rows rest and travel in few bits, and are decoded on arrival.
+A batch may have few of a vocabulary's tokens. Where all ranks together have fewer than the
+vocabulary, its slices stay where they are. The tokens of all ranks go round the ring, filled up to
+the number that the rank with most has. Then a rank's rows do, and each owner adds its own to zeros.
+In backward the gradients of the rows go round, and an owner adds those of its own rows, in the
+same order in every run. Sizes depend on that one number, which hosts compare, so no rank
+waits for its device. With more tokens, slices go round the ring as those of any module.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, NoReturn, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gyre_trainer.comm.identity import HopIdentity, path_of, span
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import (
-    RotatedModule,
     RotationTarget,
     own_class,
     wrap,
 )
 from gyre_trainer.rotation.rule import (
+    BySlices,
     ConcatenatedOutputs,
     ModuleSlice,
     OutputReduction,
-    RowsRule,
+    Rotation,
     Rule,
     parameter_at,
+    swapped,
 )
-from gyre_trainer.shards.layout import Cut, Layout, local_of
-from gyre_trainer.shards.quantized import (
-    SCALE,
-    Encoding,
-    Format,
-    QuantizedShards,
-    decode,
-    encode,
-    typed,
-)
+from gyre_trainer.shards.layout import Cut, GradientRing, Layout, all_pieces, local_of, with_spec
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
-from gyre_trainer.torch_internals import parameters_of
+from gyre_trainer.torch_internals import is_fake, parameters_of, spec_of
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
@@ -213,59 +210,11 @@ def rows(module: nn.Module) -> list[Cut]:
     return [Cut(name, tuple(p.shape), 0) for name, p in parameters.items() if p is not None]
 
 
-_FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-
-
 @dataclass(frozen=True)
-class ConvRule(Rule):
-    """For `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` of one group.
+class EmbeddingRule(Rule):
+    """For `nn.Embedding`, and a subclass whose forward changes each row alike, such as by a scale.
 
-    Attributes:
-        conv: the module whose stride, padding and dilation are used.
-    """
-
-    conv: nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Weight and bias, along the output channels."""
-        return rows(module)
-
-    def output_reduction(
-        self, position: int, layout: Layout, dtype: torch.dtype
-    ) -> OutputReduction:
-        """Side by side, along the channels."""
-        return ConcatenatedOutputs(
-            self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype
-        )
-
-    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Tensor:
-        """The slice's output channels."""
-        (x,) = (*args, *kwargs.values())
-        start, stop = current.bounds["weight"]
-        weight, bias = current.weights["weight"], current.weights.get("bias")
-        # torch has no convolution without output channels; one of zeros has the shape
-        if start == stop:
-            nothing = self._convolved(x, weight.new_zeros(1, *weight.shape[1:]), None)
-            return nothing.narrow(self._channels, 0, 0)
-        return self._convolved(x, weight, bias)
-
-    @property
-    def _channels(self) -> int:
-        """The dim of the channels, with or without a batch in front."""
-        return -1 - len(self.conv.kernel_size)
-
-    def _convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        conv = self.conv
-        padding: str | tuple[int, ...] | int = conv.padding
-        if conv.padding_mode != "zeros":
-            x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
-        function = _FUNCTIONS[len(conv.kernel_size)]
-        return function(x, weight, bias, conv.stride, padding, conv.dilation)
-
-
-@dataclass(frozen=True)
-class EmbeddingRule(RowsRule):
-    """For `nn.Embedding`.
+    Its forward takes the tokens alone. See [Note: Rows of an embedding].
 
     Attributes:
         num_embeddings: the vocabulary's size.
@@ -276,7 +225,7 @@ class EmbeddingRule(RowsRule):
     padding_idx: int | None = None
 
     recompute_pays: ClassVar[bool] = False
-    divisible: ClassVar[bool] = True  # its slices do not travel, so they set no size of buffers
+    divisible: ClassVar[bool] = True
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The weight, along the vocabulary."""
@@ -286,121 +235,165 @@ class EmbeddingRule(RowsRule):
                 raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
         return [Cut("weight", tuple(module.weight.shape), 0)]
 
-    def of_rows(self, current: ModuleSlice, places: Tensor, padding: int | None) -> Tensor:
-        """The rows of the tokens, as the module makes them of ``current``'s."""
-        return self._rows(current, places, padding)
+    def call(
+        self,
+        rotation: Rotation,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        by_slices: BySlices,
+    ) -> Any:
+        """The rows of the tokens: sent to this rank, or of slices that go round the ring.
 
-    def _rows(self, current: ModuleSlice, tokens: Tensor, padding_idx: int | None) -> Tensor:
-        """What the module makes of ``tokens`` that are counted from the slice's first row."""
-        return F.embedding(tokens, current.weights["weight"], padding_idx=padding_idx)
+        Raises:
+            IndexError: a token is not in the vocabulary; on CUDA before the optimizer's step.
+            TypeError: tokens are no int64 or int32, which torch refuses, too.
+        """
+        (tokens,) = (*args, *kwargs.values())
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"tokens of an embedding must be int64 or int32, not {tokens.dtype}")
+        ring = rotation.sharded.ring
+        if not is_fake(tokens):
+            is_odd = ((tokens < 0) | (tokens >= self.num_embeddings)).any()
+            ring.checks.require(is_odd, 0, partial(_refuse_tokens, tokens, self.num_embeddings))
+        hop = HopIdentity(rotation.number, True, False, 0, 0)
+        longest = ring.largest(tokens.numel(), hop.pack())
+        if ring.size == 1 or longest * ring.size >= self.num_embeddings:
+            return by_slices(rotation, args, kwargs)
+        return self._by_rows(rotation, tokens, longest)
+
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Tensor:
+        """The rows that the slice has; zeros for all other tokens."""
+        (tokens,) = (*args, *kwargs.values())
+        (start, stop), weight = current.bounds["weight"], current.weights["weight"]
+        if start == stop:
+            return weight.new_zeros((*tokens.shape, weight.shape[1]))
+        places, is_elsewhere = _places(tokens, start, stop)
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        rows = _embedded(current.module, current.forward, places, padding)
+        return rows.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+
+    def _by_rows(self, rotation: Rotation, tokens: Tensor, longest: int) -> Tensor:
+        sharded, module = rotation.sharded, rotation.module
+        parameter = parameter_at(module, "weight")
+        sharded.require_here(parameter, "weight")
+        if torch.is_grad_enabled():
+            sharded.before_training(path_of(module))
+        rows: Tensor = _Rows.apply(parameter, rotation, tokens.flatten(), longest)  # type: ignore[no-untyped-call]
+        others = {
+            name: cast(local_of(parameter_at(module, name)), rotation.policy.compute_dtype)
+            for name in rotation.replicated
+        }
+        places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+        with swapped(module, {"weight": rows} | others):
+            output = _embedded(module, rotation.forward, places, None)
+        return output.to(rotation.outer_dtype(()))
 
 
-@dataclass(frozen=True)
-class OwnEmbeddingRule(EmbeddingRule):
-    """For a subclass of `nn.Embedding` whose forward changes each row alike, such as by a scale.
-
-    The forward takes the tokens alone, and calls its parent's.
-    """
-
-    def _rows(self, current: ModuleSlice, tokens: Tensor, padding_idx: int | None) -> Tensor:
-        before = current.module.padding_idx
-        current.module.padding_idx = padding_idx  # type: ignore[assignment]
-        try:
-            rows: Tensor = current.forward(tokens)
-        finally:
-            current.module.padding_idx = before
-        return rows
-
-
-def is_quantized(module: nn.Module) -> bool:
-    """Whether the module's weights are encoded."""
-    return isinstance(module, RotatedModule) and isinstance(
-        module.rotation.sharded, QuantizedShards
+def _refuse_tokens(tokens: Tensor, num_rows: int, _: int) -> NoReturn:
+    lowest, highest = map(int, torch.aminmax(tokens))
+    raise IndexError(
+        f"token {lowest if lowest < 0 else highest} is not in the embedding, "
+        f"which has {num_rows} rows"
     )
 
 
-def num_weights(model: nn.Module) -> int:
-    """The parameters of a model, those that are encoded included: weights, not their codes."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    for module in filter(is_quantized, model.modules()):
-        layer: Any = module
-        codes, scales = parameters_of(layer)["weight"], parameters_of(layer)[SCALE]
-        total += layer.in_features * layer.out_features - codes.numel() - scales.numel()
-    return int(total)
+def _places(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """The tokens' rows in the slice [start, stop), and whether they are in another one."""
+    is_elsewhere = (tokens < start) | (tokens >= stop)
+    return (tokens - start).masked_fill(is_elsewhere, 0), is_elsewhere
 
 
-def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
-    """Encode the rows of a frozen linear layer that this rank owns; the float weights are gone.
-
-    Raises:
-        RotationError: a weight trains, or is not finite.
-    """
-    layer: Any = module
-    for name, parameter in parameters_of(layer).items():
-        if parameter is not None and parameter.requires_grad:
-            raise RotationError(
-                f"{path}.{name} trains, and only frozen weights can be {to}. Freeze it "
-                "(requires_grad_(False)) or name it in `keep`."
-            )
-    weight = local_of(layer.weight)
-    if not weight.isfinite().all():
-        raise RotationError(f"{path}.weight is not finite; load or make weights before quantizing")
-    codes, scales = encode(weight, to)
-    encoding = Encoding(to)
-    bias = [] if layer.bias is None else [("bias", local_of(layer.bias))]
-    plain = module.rotation
-    sharded = QuantizedShards(plain.sharded, [*bias, (SCALE, scales), ("weight", codes)])
-    for cut, parameter in zip(sharded.layout.cuts, sharded.parameters, strict=True):
-        parameters_of(layer)[cut.name] = parameter
-    module.rotation = replace(
-        plain,
-        forward=partial(
-            _forward, layer, encoding, None if layer.bias is None else layer.bias.dtype
-        ),
-        rule=QuantizedLinearRule(),
-        layout=sharded.layout,
-        sharded=sharded,
-    )
-    module._by_rule = {}
-
-
-class QuantizedLinearRule(LinearRule):
-    """For a linear layer of encoded rows, which do not travel in pieces."""
-
-    divisible = False
-
-
-def _forward(
-    layer: nn.Module, encoding: Encoding, bias_dtype: torch.dtype | None, x: Tensor
+def _embedded(
+    module: Any, forward: Callable[..., Tensor], places: Tensor, padding: int | None
 ) -> Tensor:
-    """The features of the rows that stand in the layer now."""
-    codes, scales = parameter_at(layer, "weight"), parameter_at(layer, SCALE)
-    bias = None
-    if bias_dtype is not None:
-        bias = typed(parameter_at(layer, "bias"), bias_dtype).flatten().to(x.dtype)
-    output: Tensor = _DecodedLinear.apply(x, codes, scales, bias, encoding)  # type: ignore[no-untyped-call]
-    return output
+    """What the module makes of rows that stand in its weight's place."""
+    before = module.padding_idx
+    module.padding_idx = padding
+    try:
+        return forward(places)
+    finally:
+        module.padding_idx = before
 
 
-class _DecodedLinear(torch.autograd.Function):
-    """A linear layer that keeps codes for backward, and decodes them again."""
+class _Rows(torch.autograd.Function):
+    """From a sharded parameter to the rows [T, D] of this rank's tokens.
+
+    See [Note: Rows of an embedding].
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, encoding: Encoding
+        ctx: Any, parameter: Tensor, rotation: Rotation, tokens_T: Tensor, longest: int
     ) -> Tensor:
-        ctx.save_for_backward(codes, scales)
-        ctx.encoding, ctx.num_columns = encoding, x.shape[-1]
-        return F.linear(x, _decoded(ctx, codes, scales, x.dtype), bias)
+        sharded, dtype = rotation.sharded, rotation.travelling_dtype
+        ring, (shard_RD,) = sharded.ring, sharded.views(sharded.flat)
+        (cut,), width = rotation.layout.cuts, shard_RD.shape[1]
+        (start, stop), name = rotation.layout.bounds(cut, ring.rank), path_of(rotation.module)
+        rows = Cut(cut.name, (ring.size * longest, width), 0)
+        layout = Layout((rows,), ring.size).in_pieces(ring.pool.largest_whole_numel)
+
+        with span(f"{name} forward: fetching rows"):
+            ids = _ids_of_all(rotation, tokens_T, longest)
+
+            def own_rows(piece: int) -> Tensor:
+                places, is_elsewhere = _places(ids[slice(*layout.bounds(rows, piece))], start, stop)
+                if start == stop:
+                    return shard_RD.new_zeros((len(places), width), dtype=dtype)
+                found = shard_RD.detach().index_select(0, places).to(dtype)
+                return found.masked_fill_(is_elsewhere.unsqueeze(-1), 0)
+
+            numbers = ring, layout, dtype, tokens_T.device, rotation.number
+            found = GradientRing(*numbers, scale=1).sum(own_rows)
+        ctx.rotation, ctx.spec, ctx.version = rotation, spec_of(parameter), sharded.version
+        ctx.layout, ctx.ids, ctx.name = layout, ids, name
+        return found.view(longest, width)[: len(tokens_T)]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scales = ctx.saved_tensors
-        weight = _decoded(ctx, codes, scales, grad.dtype)
-        return grad @ weight, None, None, None, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
+        rotation, layout, ids = ctx.rotation, ctx.layout, ctx.ids
+        sharded = rotation.sharded
+        if sharded.version != ctx.version:
+            raise RotationError(
+                f"parameters of {rotation.name} changed between forward and backward"
+            )
+        own, wanted = sharded.flat.dtype, rotation.policy.grad_dtype or sharded.flat.dtype
+        if wanted.itemsize < grad_TD.dtype.itemsize:
+            grad_TD = grad_TD.to(wanted)
+        ring, (rows,) = sharded.ring, layout.cuts
+        start, stop = rotation.layout.bounds(rotation.layout.cuts[0], ring.rank)
+        total = sharded.flat.new_zeros(sharded.flat.numel(), dtype=torch.promote_types(own, wanted))
+        (sum_RD,) = sharded.views(total)
+        missing = rows.shape[0] // ring.size - len(grad_TD)
+        flat = F.pad(grad_TD, (0, 0, 0, missing)).contiguous().view(-1)
+        with span(f"{ctx.name} backward: sending gradients of rows"):
+            for piece, part in all_pieces(ring, flat, layout, rotation.number, forward=False):
+                here = ids[slice(*layout.bounds(rows, piece))]
+                places, is_elsewhere = _places(here, start, stop)
+                if rotation.rule.padding_idx is not None:
+                    is_elsewhere |= here == rotation.rule.padding_idx
+                if start < stop:
+                    (view,) = layout.views(part, piece)
+                    grads = view.to(total.dtype).masked_fill(is_elsewhere.unsqueeze(-1), 0)
+                    sum_RD.index_add_(0, places, grads, alpha=1 / ring.size)
+        (grad,) = sharded.views(total.to(own))
+        return grad if ctx.spec is None else with_spec(grad, ctx.spec), None, None, None
 
 
-def _decoded(ctx: Any, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    scales = typed(scales, torch.float32)
-    return decode(codes, scales, ctx.num_columns, *ctx.encoding).to(dtype)
+def _ids_of_all(rotation: Rotation, tokens_T: Tensor, longest: int) -> Tensor:
+    """The tokens of all ranks, one rank's after another's; -1 where a rank has fewer.
+
+    They travel as numbers of the slices' dtype, in the buffers that slices travel in.
+    """
+    ring, dtype = rotation.sharded.ring, rotation.travelling_dtype
+    own = tokens_T.new_full((longest,), -1, dtype=torch.int64)
+    own[: len(tokens_T)] = tokens_T
+    ids = own.repeat(ring.size, 1)
+    numel = ids.nbytes // dtype.itemsize
+    layout = Layout((Cut("ids", (numel,), 0),), ring.size)
+    for rank, part in all_pieces(ring, own.view(dtype), layout, rotation.number, forward=True):
+        if not is_fake(part):  # a dry run knows the tokens of one rank
+            ids[rank] = part.view(torch.int64)
+    return ids.view(-1)

@@ -9,6 +9,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import projections
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Cut
+from gyre_trainer.torch_internals import Dropout
 
 
 class MLP(nn.Module):
@@ -74,7 +75,7 @@ def refuse_dropout(module: nn.Module) -> None:
         RotationError: names the dropout.
     """
     for name, child in module.named_modules():
-        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+        if isinstance(child, Dropout) and child.p > 0:
             raise RotationError(
                 f"{type(module).__name__}.{name} drops out with p={child.p}, and each slice would "
                 "draw its own mask. Set p=0 before the model is rotated, or give no rule: its "

@@ -31,24 +31,17 @@ from gyre_trainer.rotation.rotated_module import (
     behaviours_of,
     mix_in,
     own_class,
-    uncompiled,
 )
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.torch_internals import parameters_of, version_of
+from gyre_trainer.torch_internals import BatchNorm, parameters_of, uncompiled, version_of
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class RecomputedNorm:
-    """Mixed in before the class of a norm whose code is known; backward computes its output again.
-
-    Attributes:
-        has_own_rows: whether each row of the input, along its last dim, gives a row of the output.
-    """
-
-    has_own_rows: bool
+    """Mixed in before the class of a norm of known code; backward computes its output again."""
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +54,7 @@ class RecomputedNorm:
         ]
         if kwargs or len(args) != 1 or not _is_recorded([*args, *weights]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return recomputed(self._compute, *args, *weights, by_rows=self.has_own_rows)
+        return recomputed(self._compute, *args, *weights)
 
     def _compute(self, x: Tensor, *weights: Tensor) -> Tensor:
         assert isinstance(self, nn.Module)
@@ -92,9 +85,7 @@ def recompute_norms(model: nn.Module) -> None:
             and not isinstance(module, RecomputedNorm | RotatedModule)
             and _keeps_its_input(module)
         ):
-            has_own_rows = _has_own_rows(module)
             mix_in(module, RecomputedNorm, "Recomputed")
-            module.has_own_rows = has_own_rows  # type: ignore[assignment]
 
 
 def _modules_inside_rotations(model: nn.Module) -> Iterator[nn.Module]:
@@ -121,13 +112,6 @@ def _keeps_its_input(module: nn.Module) -> bool:
 
 def _is_of_torch(module: nn.Module) -> bool:
     return any(isinstance(module, norm) and has_code_of(module, norm) for norm in _NORMS)
-
-
-def _has_own_rows(module: nn.Module) -> bool:
-    """Whether a known norm takes the rows along the last dim one by one."""
-    if _is_of_torch(module):
-        return len(getattr(module, "normalized_shape", ())) == 1
-    return "RMSNorm" in own_class(module).__name__
 
 
 # Those of every module: parameters, buffers and modules inside, hooks, and `training`.
@@ -172,7 +156,7 @@ def _kept_by(module: nn.Module) -> set[str]:
 
 
 class RecomputedLayer:
-    """Mixed in before the class of a layer of which backward computes all again from its input.
+    """Mixed in before the class of a layer that backward computes again from its input.
 
     A call with an object that computing again would change, such as a cache of keys and values,
     keeps its activations.
@@ -330,9 +314,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def _changes(module: nn.Module) -> bool:
     """Whether a call changes a module."""
-    return (
-        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-    ) or is_parametrized(module)
+    return (isinstance(module, BatchNorm) and module.track_running_stats) or is_parametrized(module)
 
 
 def _around(path: str) -> Iterator[str]:

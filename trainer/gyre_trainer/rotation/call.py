@@ -25,7 +25,6 @@ from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.recomputation import (
     Recomputation,
-    autocast_of_now,
     recomputable,
 )
 from gyre_trainer.rotation.rule import (
@@ -35,11 +34,12 @@ from gyre_trainer.rotation.rule import (
     ModuleSlice,
     Rotation,
     RunningSum,
+    autocast_of_now,
     parameter_at,
     swapped,
 )
-from gyre_trainer.shards.layout import local_of, spec_of, with_spec
-from gyre_trainer.torch_internals import TreeSpec, tree_flatten, tree_unflatten, version_of
+from gyre_trainer.shards.layout import local_of, with_spec
+from gyre_trainer.torch_internals import TreeSpec, spec_of, tree_flatten, tree_unflatten, version_of
 
 _PLAIN = (Tensor, NoneType, bool, int, float, str)
 
@@ -303,8 +303,8 @@ class Call:
             tensor.requires_grad for tensor in self.tensors
         )
         self._require_constants()
-        if self.recorded and rotation.sharded.replica_gradients is not None:
-            rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
+        if self.recorded:
+            rotation.sharded.before_training(path_of(rotation.module))
         self.recomputed = (
             self.recorded and rotation.policy.recomputes and rotation.rule.recompute_pays
         )

@@ -17,10 +17,8 @@ Random numbers that a slice drew in forward, drawn again when backward computes 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from gyre_trainer.torch_internals import version_of, without_dispatch
+from gyre_trainer.rotation.rule import REPLAY, autocast_of_now
+from gyre_trainer.torch_internals import base_of, version_of, without_dispatch
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -77,34 +76,27 @@ class Randomness:
 
 
 Compute = Callable[..., Tensor]
-_NOTHING = nullcontext()
-# Elements of a norm's input of which backward computes the gradient at once: a norm that computes
-# in float32 has six tensors of that size then, 16 MiB each. All rows of 16,384 tokens, 3,072 wide,
-# took 1.1 GiB, at the peak of a step. Fewer elements cost more launches.
-_MAX_NUMEL = 2**22
-_NO_GRADS = None, None  # of the arguments of `_Recomputed` before its inputs
+_VERSION = "version_of_recomputed"
 
 
-def recomputed(compute: Compute, *inputs: Tensor, by_rows: bool = False) -> Tensor:
-    """``compute(*inputs)``, of which the graph keeps the inputs alone. See `recomputation_of`.
+def recomputed(compute: Compute, *inputs: Tensor) -> Tensor:
+    """``compute(*inputs)``; the graph keeps its inputs alone. See `recomputation_of`.
 
     Args:
         compute: gives the same bits every time, and one tensor that is no view of an input.
         inputs: every tensor that the result depends on and that takes a gradient.
-        by_rows: whether each row of the first input, along its last dim, gives the same row of the
-            result. Then backward takes some rows at a time.
     """
-    output: Tensor = _Recomputed.apply(compute, by_rows, *inputs)  # type: ignore[no-untyped-call]
+    output: Tensor = _Recomputed.apply(compute, *inputs)  # type: ignore[no-untyped-call]
     if output.grad_fn is not None:
-        output.grad_fn.version = version_of(output)  # type: ignore[attr-defined]  # the node is the context of `_Recomputed`
+        setattr(output.grad_fn, _VERSION, version_of(output))  # the context of `_Recomputed`
     return output
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Compute, by_rows: bool, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Compute, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
-        ctx.compute, ctx.by_rows, ctx.inputs = compute, by_rows, None
+        ctx.compute, ctx.inputs = compute, None
         ctx.autocast = autocast_of_now(inputs[0].device)
         return compute(*inputs)
 
@@ -113,65 +105,15 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         inputs = _inputs(ctx)
         ctx.inputs = None
-        chunks = _chunks_of(inputs[0], grad_output) if ctx.by_rows else []
-        if len(chunks) > 1:
-            return *_NO_GRADS, *_grads_by_rows(ctx, inputs, grad_output, chunks)
-        return *_NO_GRADS, *_grads(ctx, inputs, grad_output)
-
-
-def _grads_by_rows(
-    ctx: Any, inputs: Sequence[Tensor], grad_output: Tensor, chunks: Sequence[slice]
-) -> list[Tensor | None]:
-    """The same as `_grads`, some rows of the first input at a time."""
-    first, *others = inputs
-    grad_first = torch.empty_like(first) if ctx.needs_input_grad[len(_NO_GRADS)] else None
-    wide = [torch.promote_types(each.dtype, torch.float32) for each in others]
-    sums: list[Tensor | None] = [None] * len(others)
-    for rows in chunks:
-        of_rows = _rows_of(first, rows), *others
-        grad_of_rows, *found = _grads(ctx, of_rows, _rows_of(grad_output, rows))
-        if grad_first is not None and grad_of_rows is not None:
-            _rows_of(grad_first, rows).copy_(grad_of_rows)
-        for place, grad in enumerate(found):
-            if grad is not None:
-                before = sums[place]
-                grad = grad.to(wide[place])  # noqa: PLW2901
-                sums[place] = grad if before is None else before + grad
-    return [
-        grad_first,
-        *(
-            None if total is None else total.to(each.dtype)
-            for total, each in zip(sums, others, strict=True)
-        ),
-    ]
-
-
-def _grads(ctx: Any, inputs: Sequence[Tensor], grad_output: Tensor) -> list[Tensor | None]:
-    """The gradients of the inputs that take one."""
-    leaves = [
-        x.detach().requires_grad_(needed)
-        for x, needed in zip(inputs, ctx.needs_input_grad[len(_NO_GRADS) :], strict=True)
-    ]
-    with torch.enable_grad(), ctx.autocast():
-        edge = get_gradient_edge(ctx.compute(*leaves))  # releases the output itself
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    grads = iter(torch.autograd.grad(edge, wanted, grad_output, allow_unused=True))
-    return [next(grads) if leaf.requires_grad else None for leaf in leaves]
-
-
-def _chunks_of(first: Tensor, grad_output: Tensor) -> list[slice]:
-    """Ranges of rows; none where rows cannot be taken as views."""
-    if first.ndim < 2 or not (first.is_contiguous() and grad_output.is_contiguous()):
-        return []
-    num_rows = first.numel() // max(1, first.shape[-1])
-    size = max(1, _MAX_NUMEL // max(1, first.shape[-1]))
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
-
-
-def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """Some rows, with as many dims as the tensor has."""
-    flat = tensor.view(-1, tensor.shape[-1])[rows]
-    return flat.view(*[1] * (tensor.ndim - 2), *flat.shape)
+        leaves = [
+            x.detach().requires_grad_(needed)
+            for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
+        ]
+        with torch.enable_grad(), ctx.autocast():
+            edge = get_gradient_edge(ctx.compute(*leaves))  # releases the output itself
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        grads = iter(torch.autograd.grad(edge, wanted, grad_output, allow_unused=True))
+        return None, *(next(grads) if leaf.requires_grad else None for leaf in leaves)
 
 
 def _inputs(node: Any) -> Sequence[Tensor]:
@@ -228,11 +170,10 @@ def recomputation_of(tensor: Tensor) -> Recomputation | None:
 
     A view of such a result has a recomputation too.
     """
-    whole = tensor if tensor._base is None else tensor._base
+    whole = base_of(tensor)
     node: Any = whole.grad_fn
     if (
-        not isinstance(node, _Recomputed._backward_cls)
-        or node.version != version_of(whole)  # type: ignore[attr-defined]
+        getattr(node, _VERSION, None) != version_of(whole)  # another node has none
         or tensor.dtype != whole.dtype
     ):
         return None
@@ -256,19 +197,6 @@ def recomputable(tensor: Tensor) -> tuple[Tensor, Recomputation | None]:
     return same, Recomputation(same.grad_fn)
 
 
-def autocast_of_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A function that makes contexts with autocast as it is now, but without its weight cache.
-
-    The cached weights would belong to a remote slice.
-    """
-    kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
-    if enabled:
-        return autocast
-    return lambda: autocast() if torch.is_autocast_enabled(kind) else _NOTHING
-
-
 def _same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
 
@@ -283,7 +211,7 @@ class Replay:
 
     def __init__(self) -> None:
         self.began = self.ran_again = False
-        self._node: Any = None  # in forward alone: what the checkpoint keeps holds this object
+        self._node: Any = None  # in forward alone: the checkpoint's tensors hold this object
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -321,21 +249,13 @@ class _Saved(torch.autograd.Function):
         return anchor.clone()
 
 
-_CURRENT: ContextVar[Replay | None] = ContextVar("replay", default=None)
-
-
 @contextmanager
 def _as_current(replay: Replay | None) -> Iterator[None]:
-    token = _CURRENT.set(replay)
+    token = REPLAY.set(None if replay is None else replay.before_hops)
     try:
         yield
     finally:
-        _CURRENT.reset(token)
-
-
-def replay_of_layer() -> Replay | None:
-    """Of the layer that computes now for the first time, if backward will run it again."""
-    return _CURRENT.get()
+        REPLAY.reset(token)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Self, cast
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +31,7 @@ from gyre_trainer.shards.sharded_parameters import (
     shard_parameters,
     sharded_parameters_of,
 )
-from gyre_trainer.torch_internals import parameters_of
+from gyre_trainer.torch_internals import Dropout, hooks_of, parameters_of, shard_of, uncompiled
 
 _KERNELS = {"attention kernel": "_attn_implementation", "experts kernel": "_experts_implementation"}
 MIXED = "_mixed_in"  # marks classes that `mix_in` made
@@ -88,20 +87,18 @@ class Guard:
         name: of the rotated module's class.
         cls: the module's class.
         fields: the compared values, by names for messages.
-        glance: the first look, as fast as it may be.
     """
 
     module: nn.Module
     name: str
     cls: type
     fields: dict[str, Any]
-    glance: list[Any]
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> "Guard":
         """The guard of a module that is rotated now."""
         own = own_class(module)
-        return cls(module, name, own, dict(_fields(module, own)), list(_glance(module, own)))
+        return cls(module, name, own, dict(_fields(module, own)))
 
     def require_same(self) -> None:
         """Return if nothing was switched that the rule depends on.
@@ -109,10 +106,9 @@ class Guard:
         Raises:
             RotationError: names the value then and now.
         """
-        now = list(_glance(self.module, self.cls))
-        if now == self.glance:
-            return
         fields = dict(_fields(self.module, self.cls))
+        if fields == self.fields:
+            return
         for name in {**self.fields, **fields}:
             before, after = self.fields.get(name), fields.get(name)
             if before != after:
@@ -121,19 +117,6 @@ class Guard:
                     f"{_told(after)} now. Set it before rotate_all, or let its layers rotate one "
                     "by one (find_blocks=False, and no rule for the module)"
                 )
-        self.glance = now
-
-
-def _glance(module: nn.Module, cls: Any) -> Iterator[Any]:
-    config = getattr(module, "config", None)
-    yield cls.forward
-    for key in _KERNELS.values():
-        yield getattr(config, key, None)
-    for name, value in vars(module).items():
-        if name != "forward" and (callable(value) or isinstance(value, float)):
-            yield name, value
-    for each in module.modules():
-        yield type(each), each is not module and vars(each).get("forward"), vars(each).get("p")
 
 
 def _fields(module: nn.Module, cls: Any) -> Iterator[tuple[str, Any]]:
@@ -149,7 +132,7 @@ def _fields(module: nn.Module, cls: Any) -> Iterator[tuple[str, Any]]:
         yield f"the class of {name}", own_class(each)
         if sets_forward(each):
             yield f"the forward of {name}", vars(each)["forward"]
-        if isinstance(each, nn.modules.dropout._DropoutNd):
+        if isinstance(each, Dropout):
             yield f"the rate of {name}", each.p
     for name, rate in drop_rates(module).items():
         if rate > 0:
@@ -296,7 +279,7 @@ def copy_shards(parameters: list[nn.Parameter], memo: dict[int, Any]) -> None:
             continue
         sharded = sharded_parameters_of(parameter)
         if sharded is None:
-            memo[id(parameter)] = with_local(parameter, parameter._local_tensor.clone())
+            memo[id(parameter)] = with_local(parameter, shard_of(parameter).clone())
         else:
             copied = memo[id(sharded)] = copy_sharded(sharded)
             for one, other in zip(sharded.parameters, copied.parameters, strict=True):
@@ -341,10 +324,6 @@ def _require_same(place: _Place, fn: Callable[[Tensor], Tensor]) -> None:
         f"{result.dtype} on {result.device}. Move or convert a model before it is rotated."
     )
 
-
-# Of a function that `torch.compile` must run as it is: hops, and all that decides about them. This
-# one imports the compiler at the first call; that of `torch.compiler` would import it here.
-uncompiled = _disable_dynamo
 
 _MIXED_CLASSES: WeakValueDictionary[tuple[type, type], type] = WeakValueDictionary()
 
@@ -421,14 +400,7 @@ class RotatedModule(ShardedModule):
 def num_hooks_of(module: nn.Module) -> int:
     """How many hooks of other code a module has."""
     return sum(
-        not getattr(hook, "__module__", "").startswith("gyre_trainer.")
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        for hook in hooks.values()
+        not getattr(hook, "__module__", "").startswith("gyre_trainer.") for hook in hooks_of(module)
     )
 
 

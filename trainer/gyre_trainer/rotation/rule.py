@@ -22,8 +22,10 @@ weight's gradient in parts adds each part to the buffer at once, and so waits fo
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from types import MethodType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
@@ -34,10 +36,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.sharded_parameters import ShardedParameters, has_sole_storage
-from gyre_trainer.shards.travel import SliceGrad, add_wide_product, takes_wide_product
-from gyre_trainer.torch_internals import parameters_of
+from gyre_trainer.shards.layout import Cut, Layout, SliceGrad, add_wide_product, takes_wide_product
+from gyre_trainer.shards.sharded_parameters import ShardedParameters
+from gyre_trainer.torch_internals import child_of, parameters_of
 
 
 class RunningSum:
@@ -124,7 +125,7 @@ class SumOfOutputs:
 
     def add(self, index: int, output: Tensor) -> None:
         """Add the output of slice ``index``."""
-        self._sum.add(output, owned=has_sole_storage(output))
+        self._sum.add(output)
 
     def result(self) -> Tensor:
         """The module's output."""
@@ -413,6 +414,16 @@ class Rule(ABC):
         """
         return current.forward(*args, **kwargs)
 
+    def call(
+        self,
+        rotation: "Rotation",
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        by_slices: "BySlices",
+    ) -> Any:
+        """The module's output; slices go round the ring unless a rule has another way, too."""
+        return by_slices(rotation, args, kwargs)
+
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype
     ) -> OutputReduction:
@@ -426,27 +437,8 @@ class Rule(ABC):
         return SumOfOutputs(dtype)
 
 
-class RowsRule(Rule):
-    """The rule of a module that gives rows of its one parameter, cut along these, to its tokens.
-
-    The rows that a rank needs are sent to it, so the slices stay where they are. See [Note: Rows of
-    an embedding] in `gyre_trainer.rotation.ring_pass`.
-
-    Attributes:
-        padding_idx: the token whose row takes no gradient; None for no such token.
-    """
-
-    padding_idx: int | None
-
-    @abstractmethod
-    def of_rows(self, current: ModuleSlice, places: Tensor, padding: int | None) -> Tensor:
-        """The output for tokens whose rows stand in the parameter's place.
-
-        Args:
-            current: the module with these rows in the place of its parameter.
-            places: of each token, the place of its row.
-            padding: the place of the padding's row; None where there is none.
-        """
+BySlices = Callable[["Rotation", Sequence[Any], Mapping[str, Any]], Any]
+"""Runs a rotated module with positional and named arguments, slice by slice."""
 
 
 def parameter_at(module: nn.Module, name: str) -> Any:
@@ -460,13 +452,10 @@ def parameter_at(module: nn.Module, name: str) -> Any:
 
 
 def _parameters_at(module: nn.Module, path: str, last: str) -> dict[str, Any]:
-    """The parameters of the submodule at ``path``, with one named ``last``.
-
-    `get_submodule` takes eight times as long.
-    """
+    """The parameters of the submodule at ``path``, with one named ``last``."""
     inside: Any = module
     for name in path.split(".") if path else ():
-        inside = None if inside is None else inside._modules.get(name)
+        inside = None if inside is None else child_of(inside, name)
     if inside is None or last not in parameters_of(inside):
         raise RotationError(
             f"{type(module).__name__} was changed after it was rotated, such as by adapters: "
@@ -504,6 +493,22 @@ class swapped:  # noqa: N801  # a context, used as a function is
         for parameters, last, parameter in self._before:
             parameters[last] = parameter
 
+
+def autocast_of_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """A function that makes contexts with autocast as it is now, but without its weight cache.
+
+    The cached weights would belong to a remote slice.
+    """
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+    if enabled:
+        return autocast
+    return lambda: autocast() if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+REPLAY: ContextVar[Callable[[], Callable[[], None]] | None] = ContextVar("replay", default=None)
+"""Of the layer that computes now, if backward runs it again: makes what runs it before hops."""
 
 Recompute = Literal["none", "block", "layer"]
 

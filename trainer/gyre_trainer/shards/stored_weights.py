@@ -377,7 +377,7 @@ def joined(targets: Iterable[Target]) -> dict[str, Joined]:
 def read_targets(
     targets: list[Target], stored: Mapping[str, StoredTensor | Joined], path: object
 ) -> None:
-    """Copy this rank's part of each tensor from the files, of which ``path`` is the folder.
+    """Copy this rank's part of each tensor from the files in the folder ``path``.
 
     Raises:
         CheckpointRejected: a tensor is missing, or of another shape or kind; nothing was copied.

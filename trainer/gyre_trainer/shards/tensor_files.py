@@ -124,7 +124,7 @@ class Part:
         """Offset and length in bytes of each contiguous run in the whole tensor, in order."""
         shape, ranges = self.shape or (1,), self.ranges or ((0, 1),)
         strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
-        # the last dim that is cut: those after it are whole
+        # the last cut dim: those after it are whole
         last = max((dim for dim, size in enumerate(shape) if ranges[dim] != (0, size)), default=0)
         start, stop = ranges[last]
         if stop > start:

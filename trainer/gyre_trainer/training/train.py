@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from gyre_trainer.comm.identity import name_modules, span
 from gyre_trainer.comm.ring import Hop, collective
 from gyre_trainer.errors import CheckpointRejected, ConfigError, Diverged
-from gyre_trainer.layers.linear import num_weights
+from gyre_trainer.layers.quantized import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import collator_of, stand_in
 from gyre_trainer.training.config import TrainConfig, learning_rate

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.torch_internals import child_of
 
 BASE_LAYER = "base_layer"
 # Modules of peft hold the module that they wrap under one of these names.
@@ -78,7 +79,7 @@ def _notice(module: nn.Module, name: str, child: nn.Module | None) -> None:
         RotationError: its adapter would read or copy weights that are sharded.
     """
     kind = own_class(module)
-    if name not in _AROUND or child is None or name in module._modules:
+    if name not in _AROUND or child is None or child_of(module, name) is not None:
         return
     if not kind.__module__.startswith("peft.") or not any(
         isinstance(each, DTensor) for each in child.parameters()

@@ -1,5 +1,7 @@
 """The mean over the ranks of gradients of parameters that every rank has whole.
 
+With several rings, also that over the replicas of a shard. Both are formed when backward ends.
+
 [Note: Ranks that reach nothing]
 
 All ranks must take part in the mean. The backward of one rank may reach no replicated parameter,
@@ -28,13 +30,13 @@ from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import copy_shards, own_class
-from gyre_trainer.shards.layout import digest_of, local_of, spec_of, with_spec
+from gyre_trainer.shards.layout import digest_of, local_of, with_spec
 from gyre_trainer.shards.sharded_parameters import (
-    finish_backward,
+    ShardedParameters,
     refuse_hooks,
     sharded_parameters_of,
 )
-from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward
+from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward, spec_of
 
 # A bucket of gradients is averaged at once: 25 MiB in float32, as in DDP. Smaller ones take more
 # collectives, a larger one more memory.
@@ -45,6 +47,8 @@ _PLAIN = (Tensor, nn.Parameter)  # tensors of other classes may take no hook
 class ReplicatedGradients:
     """Averages the gradients of replicated parameters over the ranks when a backward ends.
 
+    So it does those of shards over the replicas of the ring.
+
     The accumulated gradient is averaged. Its older part is either averaged already, and then equal
     on all ranks and its own mean, or was postponed and is averaged now.
 
@@ -54,7 +58,13 @@ class ReplicatedGradients:
         alone: whether no parameter that rotates was trained when the model was last called.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        sharded: Mapping[ShardedParameters, str],
+    ) -> None:
+        """Average the gradients of ``parameters``, and of those ``sharded``, given with names."""
         self.postponed = False
         self.alone = False
         self._parameters = list(parameters)
@@ -65,12 +75,22 @@ class ReplicatedGradients:
         self._is_compared = False
         self._watched = WeakIdKeyDictionary()
         self._others = WeakIdKeyDictionary()
+        self._sharded = {each: name for each, name in sharded.items() if each.watch is None}
+        self._are_shards_compared = False
+        for each in self._sharded:
+            # a strong reference would keep both alive
+            each.watch = partial(_watch_shards, ref(self))
         self.watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicatedGradients":
         """Averages the gradients of the copied model's parameters."""
         copy_shards([*self._parameters, *self._others], memo)
-        copied = ReplicatedGradients([deepcopy(p, memo) for p in self._parameters], self._mesh)
+        copy_shards([p for each in self._sharded for p in each.parameters], memo)
+        copied = ReplicatedGradients(
+            [deepcopy(p, memo) for p in self._parameters],
+            self._mesh,
+            {memo[id(each)]: name for each, name in self._sharded.items()},
+        )
         copied.note_others(deepcopy(p, memo) for p in self._others)
         return copied
 
@@ -109,18 +129,26 @@ class ReplicatedGradients:
         A backward that reaches one of ``others`` averages them, too. Those rotate, so all ranks
         reach them. See [Note: Ranks that reach nothing].
         """
-        # a hook with a strong reference would keep both alive
-        touched = partial(_touched, ref(self))
         own = dict.fromkeys(self._parameters)
         others = [each for each in others if each not in own]
         self.alone = any(p.requires_grad for p in own) and not any(p.requires_grad for p in others)
-        for parameter in (*own, *others):
-            if parameter.requires_grad and parameter not in self._watched:
-                self._watched[parameter] = True
-                parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
+        self._watch((*own, *others))
         if self.ring.num_parts > 1:
             for parameter in own:
                 refuse_hooks(parameter)
+
+    def watch_shards(self, shards: Iterable[nn.Parameter]) -> None:
+        """Average the gradients of these shards over the replicas, frozen before or not."""
+        self._watch(shards)
+        for parameter in shards:
+            refuse_hooks(parameter)
+
+    def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        touched = partial(_touched, ref(self))
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = True
+                parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
 
     def reached(self, output: Tensor) -> Tensor:
         """An output of the model: a backward that reaches it averages the gradients.
@@ -150,7 +178,7 @@ class ReplicatedGradients:
         if any(is_fake(each) for each in values):
             return
         self._is_compared = True
-        differs = self._differ(values)
+        differs: list[bool] = self._differ(values, self._groups).tolist()
         num_parameters = len(self._parameters)
         different = set(compress(self._parameters, differs))
         if different:
@@ -168,17 +196,35 @@ class ReplicatedGradients:
                 stacklevel=2,
             )
 
-    def _differ(self, values: Sequence[Tensor]) -> list[bool]:
-        """Which of the values are others on some rank; collective."""
+    def _differ(self, values: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+        """Which of the values are others on some rank of the groups; collective."""
         digests = [digest_of(each) for each in values]
         extremes = torch.tensor(
             [digests, [-each for each in digests]], device=self._mesh.device_type
         )
-        with self.ring.hang_diagnosis.collective("comparing replicated parameters"):
-            for group in self._groups:
+        with self.ring.hang_diagnosis.collective("comparing parameters"):
+            for group in groups:
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        differs: list[bool] = extremes.sum(0).ne(0).tolist()
-        return differs
+        return extremes.sum(0).ne(0)
+
+    def _compare_shards(self, replicas: dist.ProcessGroup) -> None:
+        """The first time, refuse shards that differ among the replicas of the ring; collective.
+
+        Raises:
+            RotationError: on every rank of all replicas.
+        """
+        flats = [each.flat for each in self._sharded]
+        if self._are_shards_compared or any(map(is_fake, flats)):
+            return
+        self._are_shards_compared = True
+        differs = self._differ(flats, [replicas]).int()
+        dist.all_reduce(differs, dist.ReduceOp.MAX, group=self.ring.group)
+        for name in compress(self._sharded.values(), differs.tolist()):
+            raise RotationError(
+                f"{name} has other values in one replica of the ring than in another, so they "
+                "would train different models. Give all ranks the same values, with one seed, one "
+                "checkpoint or sync_from=0."
+            )
 
     def touched(self) -> None:
         """Note that a gradient was computed; the end of this backward averages all gradients."""
@@ -197,33 +243,44 @@ class ReplicatedGradients:
         A rank without a gradient, whose call left the module out, has zeros. So all ranks send the
         same parameters. Behind the gradients is a number for each: whether any rank has it.
         """
-        finish_backward(self.ring, self._backward)
+        self.ring.settle()
+        self._average_shards()
         parameters = [p for p in self._parameters if p.requires_grad]
         if not parameters:
             return
         has = [p.grad is not None for p in parameters]
-        grads = [
-            torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
-            for p in parameters
-        ]
+        grads = [_grad_of(p) for p in parameters]
         trained = [p.requires_grad for p in self._parameters]
         numbers = on_device([*has, *trained], grads[0])
-        self.ring.settle()
         *sums, numbers = self._added_up([*grads, numbers])
         used, trains = torch.split(numbers, [len(has), len(trained)])
-        if self._is_added_up(numbers):
-            num_trains = trains.clone()
-            is_mixed = ((num_trains > 0) & (num_trains < self.ring.num_parts)).any()
-            self.ring.checks.require(is_mixed, 0, lambda _: self._refuse_choice(num_trains))
-        # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
-        by_any = has if all(has) or is_fake(used) else used.gt(0).tolist()
-        for parameter, grad, total, there, wanted in zip(
-            parameters, grads, sums, has, by_any, strict=True
-        ):
+        self._require_one_choice(self._parameters, trains)
+        for grad, total in zip(grads, sums, strict=True):
             grad.copy_(total.div_(self.ring.num_parts).view_as(grad))
-            if wanted and not there:
-                spec = spec_of(parameter)
-                parameter.grad = grad if spec is None else with_spec(grad, spec)
+        _give_grads(parameters, grads, used)
+
+    def _average_shards(self) -> None:
+        """Average the gradients of a rank's shards over the replicas, in place."""
+        group = self.ring.replicas
+        shards = [parameter for each in self._sharded for parameter in each.parameters]
+        if group is None or not shards:
+            return
+        self._compare_shards(group)
+        grads = [_grad_of(p) if p.requires_grad else None for p in shards]
+        present = [each for each in grads if each is not None]
+        has = [p.requires_grad and p.grad is not None for p in shards]
+        like = torch.empty(0, device=self._mesh.device_type)
+        numbers = on_device([*has, *(p.requires_grad for p in shards)], like)
+        with self.ring.hang_diagnosis.collective("averaging gradients over the replicas"):
+            dist.all_reduce(numbers, group=group)
+            used, trains = torch.split(numbers, len(shards))
+            self._require_one_choice(shards, trains * self.ring.size)
+            works = [dist.all_reduce(g, group=group, async_op=True) for g in present if g.numel()]
+            for work in works:
+                work.wait()
+        for grad in present:
+            grad.div_(group.size())
+        _give_grads(shards, grads, used)
 
     def _added_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums of the tensors over all ranks, flat and in float32 or wider; collective."""
@@ -237,21 +294,73 @@ class ReplicatedGradients:
                 sums += torch.split(flat, [each.numel() for each in bucket])
         return sums
 
-    def _is_added_up(self, summed: Tensor) -> bool:
-        """Whether the sum has the other ranks' numbers. A group of the backend "fake" adds none."""
-        is_added = all(dist.get_backend(group) != "fake" for group in self._groups)
-        return not is_fake(summed) and is_added
+    def _require_one_choice(self, parameters: Sequence[nn.Parameter], num_trains: Tensor) -> None:
+        """Refuse ranks that train others of the parameters than this one.
 
-    def _refuse_choice(self, num_trains: Tensor) -> None:
-        """Refuse ranks that train others of the parameters, whose gradients were mixed up."""
-        for parameter, num in zip(self._parameters, num_trains.tolist(), strict=True):
+        Args:
+            parameters: trained, or not.
+            num_trains: on how many ranks each is trained.
+        """
+        # a group of the backend "fake" adds nothing up
+        is_added = all(dist.get_backend(group) != "fake" for group in self._groups)
+        if is_fake(num_trains) or not is_added:
+            return
+        num_trains = num_trains.clone()
+        is_mixed = ((num_trains > 0) & (num_trains < self.ring.num_parts)).any()
+        self.ring.checks.require(is_mixed, 0, lambda _: self._refuse(parameters, num_trains))
+
+    def _refuse(self, parameters: Sequence[nn.Parameter], num_trains: Tensor) -> None:
+        for parameter, num in zip(parameters, num_trains.tolist(), strict=True):
             if 0 < num < self.ring.num_parts:
                 raise RotationError(
-                    f"a parameter of shape {tuple(parameter.shape)} that every rank has whole "
+                    f"a parameter of shape {tuple(parameter.shape)} "
                     f"trains on {num:.0f} of {self.ring.num_parts} ranks, and its gradients were "
                     "mixed up with those of others. Freeze and unfreeze the same parameters on all "
                     "ranks (requires_grad_)."
                 )
+
+
+def _grad_of(parameter: nn.Parameter) -> Tensor:
+    """This rank's gradient. Where its call left the module out, it has zeros, so that all send."""
+    if parameter.grad is None:
+        return torch.zeros_like(local_of(parameter))
+    return local_of(parameter.grad)
+
+
+def _give_grads(
+    parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None], used: Tensor
+) -> None:
+    """Give parameters the averages that they lack.
+
+    Args:
+        parameters: on all ranks the same.
+        grads: their averages; None for a frozen one.
+        used: how many ranks had a gradient of each.
+    """
+    missing = [g is not None and p.grad is None for p, g in zip(parameters, grads, strict=True)]
+    if not any(missing) or is_fake(used):
+        return
+    by_any = used.gt(0).tolist()  # on CUDA it waits for the device
+    for parameter, grad, lacks, wanted in zip(parameters, grads, missing, by_any, strict=True):
+        if grad is not None and lacks and wanted:
+            spec = spec_of(parameter)
+            parameter.grad = grad if spec is None else with_spec(grad, spec)
+
+
+def _watch_shards(
+    grad_averaging: "ref[ReplicatedGradients]", shards: Sequence[nn.Parameter]
+) -> None:
+    _present(grad_averaging).watch_shards(shards)
+
+
+def _present(grad_averaging: "ref[ReplicatedGradients]") -> ReplicatedGradients:
+    there = grad_averaging()
+    if there is None:
+        raise RotationError(
+            "a module trains whose rotated model is gone, so nothing averages its gradients. Keep "
+            "the model that rotate_all or rotate was called with, or rotate the module itself"
+        )
+    return there
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -279,9 +388,7 @@ class _TakesGradient(torch.autograd.Function):
 
 
 def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
-    there = grad_averaging()
-    if there is not None:
-        there.touched()
+    _present(grad_averaging).touched()
 
 
 def take_first_ranks_values(tensor: Tensor, mesh: DeviceMesh) -> None:

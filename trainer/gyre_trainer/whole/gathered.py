@@ -12,7 +12,7 @@ and in backward their gradients, are whole on every rank for a while.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -22,18 +22,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from gyre_trainer.comm.identity import HopIdentity, path_of
-from gyre_trainer.comm.ring import Direction, Ring
+from gyre_trainer.comm.identity import path_of
+from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rule import RotationPolicy
-from gyre_trainer.shards.layout import Layout, digest_of, spec_of, with_spec
+from gyre_trainer.shards.layout import GradientRing, Layout, all_pieces, digest_of, with_spec
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
 )
-from gyre_trainer.shards.travel import GradientRing, RemoteSlices
 from gyre_trainer.torch_internals import (
     at_end_of_backward,
     number_of_backward,
+    saved_tensors_hooks_around,
+    spec_of,
     storage_number,
     version_of,
 )
@@ -94,8 +95,8 @@ class GatheredParameter:
         parameter = self.owner.get_parameter(self.last)
         sharded = self.sharded
         sharded.require_here(parameter, self.name)
-        if sharded.replica_gradients is not None and torch.is_grad_enabled():
-            sharded.replica_gradients.before_training(self.name)
+        if torch.is_grad_enabled():
+            sharded.before_training(self.name)
         whole: Tensor = _Gather.apply(parameter, self)  # type: ignore[no-untyped-call]
         self._version = 0 if whole.is_inference() else version_of(whole)
         if self.reader.training in self._unseen_modes:
@@ -130,14 +131,12 @@ class GatheredParameter:
         own = own.to(self.dtype or own.dtype)
         forward = not _is_in_backward()
         whole = own if ring.size == 1 else own.new_empty(cut.shape)
-        for round_ in range(layout.num_rounds if ring.size > 1 else 0):
-            hop = HopIdentity(self._number, forward, False, round_, 1)
-            piece = layout.piece(ring.rank, round_)
-            sent = layout.piece_in(own.reshape(-1), piece)
-            _put(whole, layout, piece, sent)
-            with closing(RemoteSlices(ring, sent, layout, Direction.CLOCKWISE, hop)) as remote:
-                for index, part in remote:
-                    _put(whole, layout, index, part)
+        flat = own.reshape(-1)
+        if ring.size > 1:
+            for piece, part in all_pieces(ring, flat, layout, self._number, forward=forward):
+                start, stop = layout.bounds(cut, piece)
+                (view,) = layout.views(part, piece)
+                whole.narrow(cut.dim, start, stop - start).copy_(view)
         if not forward:
             _hold(ring, self)
             self._whole = sharded.version, whole
@@ -170,25 +169,15 @@ class GatheredParameter:
         sharded, layout = self.sharded, self._layout
         ring, (cut,) = sharded.ring, layout.cuts
         dtype = self._policy.grad_dtype or sharded.flat.dtype
+
+        def part(piece: int) -> Tensor:
+            start, stop = layout.bounds(cut, piece)
+            return grad.narrow(cut.dim, start, stop - start)
+
         gradients = GradientRing(ring, layout, dtype, grad.device, self._number)
-        for round_ in range(layout.num_rounds):
-            for step in range(1, ring.size + 1):
-                piece = layout.piece((ring.rank + step) % ring.size, round_)
-                start, stop = layout.bounds(cut, piece)
-                gradients.receive(piece).add(0, grad.narrow(cut.dim, start, stop - start))
-                gradients.send_on()
-        own = gradients.finish().to(sharded.flat.dtype)
+        own = gradients.sum(part).to(sharded.flat.dtype)
         (view,) = layout.in_rounds(1).views(own, ring.rank)
-        if sharded.replica_gradients is not None:
-            sharded.replica_gradients.settle()
         return view
-
-
-def _put(whole: Tensor, layout: Layout, piece: int, flat: Tensor) -> None:
-    """Write a piece to its place in the whole parameter."""
-    (cut,), (part,) = layout.cuts, layout.views(flat, piece)
-    start, stop = layout.bounds(cut, piece)
-    whole.narrow(cut.dim, start, stop - start).copy_(part)
 
 
 class _Gather(torch.autograd.Function):
@@ -222,10 +211,8 @@ def saved_by_place(wholes: Mapping[int, tuple[Tensor, GatheredParameter]]) -> It
     Args:
         wholes: whole parameters by the numbers of their storages.
     """
-    # Hooks do not reach those around them, such as the hooks of a checkpoint. No public function
-    # returns these.
-    around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack_other, unpack_other = around or (_same, _same)
+    # such as the hooks of a checkpoint
+    pack_other, unpack_other = saved_tensors_hooks_around() or (_same, _same)
 
     def pack(tensor: Tensor) -> Any:
         # the caller holds the parameters, so no other storage has such a number

@@ -30,7 +30,6 @@ from gyre_trainer.rotation.rotated_module import (
     ShardedModule,
     mix_in,
     own_class,
-    uncompiled,
 )
 from gyre_trainer.rotation.rule import Rule, swapped
 from gyre_trainer.shards.layout import Cut, Layout, as_parameter, local_of, place_of
@@ -41,13 +40,20 @@ from gyre_trainer.shards.sharded_parameters import (
     sharded_parameters_of,
     successor_of,
 )
-from gyre_trainer.torch_internals import parameters_of, storage_number, tree_leaves, tree_map_only
+from gyre_trainer.torch_internals import (
+    BatchNorm,
+    parameters_of,
+    storage_number,
+    tree_leaves,
+    tree_map_only,
+    uncompiled,
+)
 from gyre_trainer.whole.adapters import plain_adapters, require_whole
 from gyre_trainer.whole.averaged_gradients import ReplicatedGradients, take_first_ranks_values
 from gyre_trainer.whole.gathered import GatheredParameter, saved_by_place
 
 # A parameter of 2^18 elements is 1 MiB in float32. A smaller one would take longer for its hops, in
-# forward and in backward, than its memory is worth; of one that is twice as large, every rank would
+# forward and in backward, than its memory is worth; of one twice as large, every rank would
 # have twice as much that it need not have.
 MIN_READ_NUMEL = 2**18
 
@@ -58,7 +64,7 @@ def keeps_dtype(module: nn.Module, parameter: Tensor) -> bool:
     Torch takes activations of a BatchNorm in another dtype, but not weights in another one than
     statistics.
     """
-    return isinstance(module, nn.modules.batchnorm._NormBase) or not parameter.is_floating_point()
+    return isinstance(module, BatchNorm) or not parameter.is_floating_point()
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -75,8 +81,8 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, parameter in parameters_of(module).items():
         if parameter is not None:
             yield name, module, name
-    for path, child in module._modules.items():
-        if child is not None and not has_forward(child):
+    for path, child in module.named_children():
+        if not has_forward(child):
             for name, owner, last in own_parameters(child):
                 yield f"{path}.{name}", owner, last
 
@@ -342,19 +348,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     modules = [module for module in model.modules() if hasattr(module, "grad_averaging")]
     averaging: list[Any] = [module.grad_averaging for module in modules]
-    sharded = [
-        module.rotation.sharded.replica_gradients
-        for module in model.modules()
-        if isinstance(module, RotatedModule)
-    ]
-    sharded += [
-        each.sharded.replica_gradients
-        for module in model.modules()
-        if isinstance(module, ReplicatedModule)
-        for each in module.gathered.values()
-    ]
-    averaging += filter(None, sharded)
-    if not modules and not sharded:
+    if not modules:
         raise RotationError(
             f"{type(model).__name__} is not rotated; "
             "first call rotate_all, or rotate, on the whole model"
@@ -405,7 +399,12 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
                 mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
             _name_registration(child)
-    averaging = ReplicatedGradients([*copies.values(), *plain], mesh)
+    sharded = {
+        found: name
+        for name, parameter in module.named_parameters()
+        if (found := sharded_parameters_of(parameter)) is not None
+    }
+    averaging = ReplicatedGradients([*copies.values(), *plain], mesh, sharded)
     averaging.note_others(p for p in before if sharded_parameters_of(p) is None)
     module.grad_averaging = averaging  # type: ignore[assignment]  # kept alive, and a mark
     vars(module)[_PLAIN] = _PlainParameters(outer_dtype)
@@ -492,7 +491,7 @@ class _PlainParameters:
         self.put_back()  # torch calls no hook after a forward that Ctrl-C has ended
         if self._places is None:
             self._places = [
-                # modules that are called cast their parameters themselves
+                # called modules cast their parameters themselves
                 (parameters_of(module), name, None if has_forward(module) else self._dtype)
                 for module in model.modules()
                 for name, parameter in list[tuple[str, Any]](parameters_of(module).items())
