@@ -42,7 +42,7 @@ from gyre_client.errors import DaemonFault, InvalidRequest
 _READ_BYTES = 1 << 24
 
 Results = Mapping[str, float]
-Show = Callable[[str], None]
+Show = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,14 @@ class Comparison:
     medians: Mapping[Contender, Results]
 
 
-def compare(
-    description: pb.DatasetDescription, task: Mapping[str, Any], show_progress: Show
-) -> Comparison:
+def compare(description: pb.DatasetDescription, task: Mapping[str, Any], show: Show) -> Comparison:
     """Returns the measurements.
 
     Args:
         description: The dataset, as the daemon describes it.
         task: dataset, is_location, batch_size, seconds, seed, address, daemon_user and options, as
             the user gave them.
-        show_progress: Called with a line of text whenever the next stage begins; empty at the end.
+        show: Is told how many measurements are done, how many there are, and the next one.
 
     Raises:
         InvalidRequest: The files cannot be read from here, or hold other data than the daemon
@@ -85,13 +83,12 @@ def compare(
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="gyre-bench-"))
         task = {**task, **task_of(description, task["options"], cache)}
-        is_warm = _warm(task["files"], description.num_bytes, show_progress)
+        is_warm = _warm(task["files"], description.num_bytes)
         # Gyre runs in a separate process: the DataLoader's workers are forked, and a process that
         # uses gRPC must not fork.
         opponents = stack.enter_context(_Stopwatch(task))
         gyre = stack.enter_context(_Stopwatch(task))
         for kind in dict.fromkeys(each.kind for each in contenders if each.kind in (MAP, TABLE)):
-            show_progress("comparing batches")
             if differs := gyre.ask("differing", kind):
                 raise InvalidRequest(
                     f"the files at {description.uri} differ from the daemon's data: {differs} "
@@ -101,12 +98,12 @@ def compare(
         for order in (contenders, contenders[::-1]):
             rounds.append({})
             for contender in order:
-                show_progress(f"measuring {contender.label}")
+                num_done = sum(map(len, rounds))
+                show(num_done, 2 * len(contenders), contender.label)
                 stopwatch = gyre if contender.kind == GYRE else opponents
                 rounds[-1][contender] = stopwatch.ask(
                     "measure", contender.kind, contender.num_workers
                 )
-    show_progress("")
     medians = {
         contender: {
             key: statistics.median(results[contender][key] for results in rounds)
@@ -181,11 +178,10 @@ class _Stopwatch:
             print(json.dumps(value), file=self._process.stdin, flush=True)
 
 
-def _warm(files: list[str], num_bytes: int, show_progress: Show) -> bool:
+def _warm(files: list[str], num_bytes: int) -> bool:
     """Reads the files once if they fit into the page cache, and returns whether they do."""
     if num_bytes > _available_bytes() // 2:
         return False
-    show_progress("reading the files once")
     for path in files:
         with Path(path).open("rb", buffering=0) as file:
             while file.read(_READ_BYTES):

@@ -10,7 +10,8 @@ from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.options import dataset_of
-from gyre_client.display.formatting import CommandOutput, show_progress, size, table
+from gyre_client.display.formatting import CommandOutput, size, table
+from gyre_client.display.terminal import ProgressBar
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, MAX_UINT64, is_location, whole
 from gyre_client.transport.connection import Connection
@@ -78,7 +79,8 @@ def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "is_location": is_location(args.dataset, args.format),
         "options": options or None,
     }
-    found = comparison.compare(description, task, show_progress)
+    with ProgressBar("measurements") as bar:
+        found = comparison.compare(description, task, bar.update)
     value = {
         "num_samples": description.num_samples,
         "num_bytes": description.num_bytes,

@@ -37,7 +37,7 @@ from gyre_client.display.formatting import (
     size,
     table,
 )
-from gyre_client.display.samples import Sample, contributions, decoder, sample_of_step, words_of
+from gyre_client.display.samples import Sample, contributions, decoder, rows_of_step, words_of
 from gyre_client.errors import CursorRejected, InvalidRequest
 from gyre_client.messages.arguments import (
     MAX_UINT32,
@@ -371,7 +371,7 @@ def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         located = _located(connection, request)
         found.append(located)
         shown = range(min(num, len(located.rows)))
-        samples = [sample_of_step(connection, located, request, row) for row in shown]
+        samples = [rows_of_step(connection, located, request, row, 1)[0] for row in shown]
         more.append(f"{'' if step == first else chr(10)}{_step_text(files, step, located)}")
         for row, sample in enumerate(samples):
             more += sample_text(sample, f"row {row}, sample {sample.sample_id}", decode)

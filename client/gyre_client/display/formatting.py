@@ -5,7 +5,6 @@ and only after their size was checked.
 """
 
 import base64
-import contextlib
 import io
 import json
 import os
@@ -192,13 +191,6 @@ def emit_more(parts: Sequence[str | Picture]) -> None:
 def is_watched() -> bool:
     """Whether a person may see progress: standard error is a terminal, or this is a notebook."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def show_progress(line: str) -> None:
-    """Shows `line` as the last line of standard error, if that is a terminal or in a notebook."""
-    if is_watched():
-        with contextlib.suppress(OSError):
-            print(f"\r\033[K{printable(line)}", end="", file=sys.stderr, flush=True)
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -90,14 +90,6 @@ def first_samples(
     return _samples_of(connection, opened, num_samples, has_mask=False)
 
 
-def sample_of_step(
-    connection: Connection, located: pb.LocateStepResponse, request: pb.LocateStepRequest, row: int
-) -> Sample:
-    """Returns one row of a global batch of a job, as `rows_of_step` does."""
-    (sample,) = rows_of_step(connection, located, request, row, 1)
-    return sample
-
-
 def rows_of_step(
     connection: Connection,
     located: pb.LocateStepResponse,

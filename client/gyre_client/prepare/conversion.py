@@ -171,11 +171,17 @@ def convert_dataset(
         (folder.path / _FILES).mkdir(exist_ok=True)
         for abandoned in folder.path.glob("unfinished-*"):
             shutil.rmtree(abandoned, ignore_errors=True)
-        progress = _Progress(
-            show, num_samples, sum(r["samples"] for r in folder.results().values())
-        )
+        num_done = sum(each["samples"] for each in folder.results().values())
+        num_elements, began_s = 0, time.monotonic()
+
+        def advance(more_samples: int, more_elements: int) -> None:
+            nonlocal num_done, num_elements
+            num_done, num_elements = num_done + more_samples, num_elements + more_elements
+            elapsed_s = max(time.monotonic() - began_s, 1e-9)
+            show(num_done, num_samples, num_elements / elapsed_s)
+
         with opened(engine) as doing:
-            run_units(parts, folder, doing, connection, daemons, progress.advance)
+            run_units(parts, folder, doing, connection, daemons, advance)
         return _finished(folder, len(parts), conversion.kind, target)
 
 
@@ -203,20 +209,6 @@ def unfinished_folder(target: Path) -> Path:
     """Returns where the parts of a conversion are until all are there."""
     absolute = target.absolute()
     return absolute.with_name(f".{absolute.name}.unfinished")
-
-
-class _Progress:
-    """How much is done, and how fast."""
-
-    def __init__(self, show: Show, num_all: int, num_before: int) -> None:
-        self._show, self._num_all, self._num_samples = show, num_all, num_before
-        self._num_elements, self._began_s = 0, time.monotonic()
-
-    def advance(self, num_samples: int, num_elements: int) -> None:
-        self._num_samples += num_samples
-        self._num_elements += num_elements
-        elapsed_s = max(time.monotonic() - self._began_s, 1e-9)
-        self._show(self._num_samples, self._num_all, self._num_elements / elapsed_s)
 
 
 def chosen(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
