@@ -122,8 +122,8 @@ def locked(descriptor: int, path: Path, kind: int) -> bool:
         except BlockingIOError:
             if time.monotonic() > deadline_s:
                 raise DaemonUnavailable(
-                    f"{path} was locked by another process for {LOCK_TIMEOUT_S:.0f} s. End what is "
-                    "left of this run, or remove it"
+                    f"{path} was locked by another process for {LOCK_TIMEOUT_S:.0f} s. End the "
+                    "rest of this run, or remove it"
                 ) from None
             time.sleep(_POLL_S)
         except OSError as error:
