@@ -26,11 +26,16 @@ from tests.cached_texts import (
 )
 
 
-def test_what_the_command_measures_is_kept_too(served_texts: Served, text_folder: Path) -> None:
+def test_what_the_command_measures_is_measured_once(
+    served_texts: Served, text_folder: Path
+) -> None:
     name = served_texts.name_of("columns", [tokenize(text_folder, "text", end=4), CACHE])
     assert main(["index", name, "--address", served_texts.daemon.address]) == 0
+    begin = served_texts.daemon.log_path.stat().st_size
     _, num_made = epoch(served_texts, name, None)
-    assert not num_made
+    assert num_made == NUM
+    events = [each["event"] for each in served_texts.daemon.events(begin)]
+    assert "shard measured" not in events
 
 
 def test_the_command_measures_before_and_behind_the_cache(
