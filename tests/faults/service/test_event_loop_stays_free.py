@@ -266,7 +266,7 @@ def test_a_sample_of_millions_of_values_becomes_no_objects() -> None:
 
 
 def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
-    from gyre_daemon.datasets.formats.tar_shards import scan_tar
+    from gyre_daemon.datasets.formats.tfrecord import scan_records
     from gyre_daemon.datasets.scanning import Scanner, scan_workers
     from gyre_daemon.errors import CorruptSample, StorageUnavailable
     from gyre_daemon.workers.compute_workers import ComputeServer
@@ -284,9 +284,9 @@ def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
         try:
             process = Scanner(scan_workers(server))
             with pytest.raises(CorruptSample, match="shard a at byte"):
-                await process.scan_stream(scan_tar, "a", garbage())
+                await process.scan_stream(scan_records, "a", garbage())
             with pytest.raises(StorageUnavailable):
-                await process.scan_stream(scan_tar, "a", broken())
+                await process.scan_stream(scan_records, "a", broken())
             process.kill()
         finally:
             server.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gyre_client import Loader
-from gyre_client.errors import GyreError
+from gyre_client.errors import CorruptSample, GyreError
 
 from tests.conftest import StartDaemon, to_toml
 
@@ -137,3 +137,14 @@ def test_a_private_daemon_finds_it_next_to_the_script(
     check(Loader(records, format="my_formats:RECORDS", batch_size=4, epochs=1), "record")
     with pytest.raises(GyreError, match=r"my_formats:ABSENT .* cannot be loaded: Attribute"):
         Loader(records, format="my_formats:ABSENT", batch_size=4)
+
+
+def test_what_a_scan_cannot_have_found_is_refused(
+    records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = "len(file.read()) // 4"
+    assert found in CODE
+    (tmp_path / "lying_formats.py").write_text(CODE.replace(found, f"{found} + 1"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorruptSample, match="its scan is none of this shard: it has another num"):
+        Loader(records, format="lying_formats:RECORDS", batch_size=4)

@@ -27,6 +27,7 @@ from gyre_daemon.datasets.formats.base import (
     ProbeResponse,
     ProbeSteps,
     Scan,
+    corrupt,
 )
 from gyre_daemon.datasets.formats.union_index import IndexedField
 from gyre_daemon.datasets.indexing.changes import Change, ChecksumStore, PreviousIndex, ShardChanges
@@ -315,9 +316,15 @@ class ShardIndexer:
             arrays = await scanner.scan(
                 scan.run, source, shard, unpacked, seeks=scan.seeks, skips=scan.skips
             )
+            sidecar = stored.sidecar_of(shard)
+            try:  # what a shard did to its worker does not reach the daemon
+                await in_thread(partial(sidecar.check, arrays), "gyre-check")
+            except ValueError as error:
+                reason = f"its scan is none of this shard: {error}"
+                raise corrupt(listed.name, None, reason) from error
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save
-            await save(stored.sidecar_of(shard).key, local, arrays)
+            await save(sidecar.key, local, arrays)
         num_samples = opening.scan.num_samples(arrays)
         facts = {"dataset": opening.name, "shard": listed.name, "samples": num_samples}
         debug_event("shard indexed", facts | {"was_kept": bool(found and is_fresh)})
