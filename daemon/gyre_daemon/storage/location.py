@@ -12,7 +12,7 @@ import logging
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -149,6 +149,11 @@ def checked_glob(path: str) -> str:
 def matches_any(name: str, pattern: str) -> bool:
     """Whether a file name matches any of the patterns."""
     return _matcher(pattern).match(name) is not None
+
+
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The file names that match any of the patterns."""
+    return list(filter(_matcher(pattern).match, names))
 
 
 @functools.lru_cache(64)

@@ -31,6 +31,7 @@ from gyre_daemon.storage.location import (
     check_one_tree,
     is_beside,
     matches_any,
+    matching,
     no_match,
     patterns_of,
 )
@@ -152,7 +153,7 @@ def format_by_name(location: str, names: Sequence[str]) -> str | None:
     found = {
         name: its
         for name, entry in FORMATS.items()
-        if (its := [shard for shard in names if matches_any(shard, entry.pattern)])
+        if (its := matching(names, entry.pattern))
     }
     if len(found) > 1:
         each = ", ".join(f"{its[0]} ({name}, {len(its)} such)" for name, its in found.items())

@@ -22,7 +22,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.location import Location, check_one_set, matches_any
+from gyre_daemon.storage.location import Location, check_one_set, matches_any, matching
 from gyre_daemon.storage.opener import StorageOpener, stat_local
 from gyre_daemon.storage.shard_files import read_ranges
 
@@ -336,7 +336,7 @@ def describe_cache(folder: str, names: Sequence[str]) -> FolderDescription | Non
     """
     source = _CACHE_INFO if _CACHE_INFO in names else "the library"
     pattern = FORMATS["arrow"].pattern
-    found = sorted(name for name in names if matches_any(name, pattern))
+    found = sorted(matching(names, pattern))
     shards = [
         name
         for name in found

@@ -135,13 +135,14 @@ class HttpOptions:
 
     Attributes:
         redirects: which are followed.
-        tls: trusts the certificates of servers.
+        tls: returns what trusts the certificates of servers. The system's are read when it is first
+            called, which takes 15 ms.
         roots: roots of certificates that are trusted beside the system's, in PEM; empty for none.
         given: the settings that say so.
     """
 
     redirects: RedirectPolicy
-    tls: ssl.SSLContext
+    tls: Callable[[], ssl.SSLContext]
     roots: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
 
@@ -158,7 +159,7 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
     if not isinstance(ca_file, str):
         raise ConfigError(f"{CA_FILE} must be the path of a file with certificates in PEM")
     if not ca_file:
-        return rest, HttpOptions(redirects, _system_tls(), given=given)
+        return rest, HttpOptions(redirects, _system_tls, given=given)
     try:
         # between certificates a file may say anything
         roots = "\n".join(_CERTIFICATE.findall(Path(ca_file).read_text("latin-1")))
@@ -169,7 +170,7 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
             f"{CA_FILE} of a dataset's storage names {ca_file!r}, which cannot be used: it must be "
             f"a file with certificates in PEM ({_reason(error)})"
         ) from error
-    return rest, HttpOptions(redirects, tls, roots, given)
+    return rest, HttpOptions(redirects, lambda: tls, roots, given)
 
 
 @functools.cache
@@ -328,7 +329,7 @@ class PlainSource:
         where = f"{url.scheme}://{url.netloc}"
         if where not in self._hosts:
             self._hosts[where] = PlainHttp(
-                url, self._budget, self._options.tls if url.scheme == "https" else None
+                url, self._budget, self._options.tls() if url.scheme == "https" else None
             )
         return self._hosts[where]
 
@@ -413,7 +414,7 @@ def index_page(url: str, options: HttpOptions) -> Page:
         parts = urlsplit(url)
         where = parts.hostname or "", parts.port
         connection = (
-            http.client.HTTPSConnection(*where, timeout=_TIMEOUT_S, context=options.tls)
+            http.client.HTTPSConnection(*where, timeout=_TIMEOUT_S, context=options.tls())
             if parts.scheme == "https"
             else http.client.HTTPConnection(*where, timeout=_TIMEOUT_S)
         )
