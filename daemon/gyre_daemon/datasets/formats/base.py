@@ -26,7 +26,8 @@ text file is a sample:
     from dataclasses import dataclass
     import numpy as np
     from gyre_daemon.datasets.formats import FormatEntry
-        from gyre_daemon.datasets.formats.sample_table import SampleTable
+    from gyre_daemon.datasets.formats.base import FieldSpec, Scan, array_of
+    from gyre_daemon.datasets.formats.sample_table import SampleTable
     from gyre_daemon.datasets.formats.values import check_text
     from gyre_daemon.errors import CorruptSample
 
