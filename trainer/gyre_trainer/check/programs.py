@@ -88,6 +88,10 @@ class _LibraryLoss(nn.Module):
             use_cache=False,
         )
         self.llama = LlamaForCausalLM(config)
+        for module in list(self.llama.modules()):
+            for name, _ in list(module.named_children()):
+                if name.endswith("norm"):  # the library's own rounds to float32
+                    setattr(module, name, nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.rank = rank
 
     def forward(self, tokens: Tensor) -> Tensor:
