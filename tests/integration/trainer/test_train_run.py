@@ -21,6 +21,7 @@ from tests.served_runs import (
     assert_planned,
     planned,
     wait_for_lines,
+    write_data,
 )
 
 
@@ -174,9 +175,9 @@ def test_padding_evaluation_and_bfloat16_in_one_run(tmp_path: Path, trainer: Tra
 
 def test_a_resumed_run_leaves_steps_of_its_data_out(tmp_path: Path, trainer: Trainer) -> None:
     """At a private daemon, whose data is that of the other one."""
-    out, folder = tmp_path / "run", Path(trainer.address.removeprefix("unix:")).parents[1]
+    out, data = tmp_path / "run", write_data(tmp_path / "bytes")
     private = [
-        f"--set=data.dataset={folder}/data",
+        f"--set=data.dataset={data['uri']}",
         "--set=data.format=tokens",
         f'--set=data.options={{dtype = "uint8", sequence_length = {SEQUENCE_LENGTH + 1}}}',
     ]

@@ -483,7 +483,8 @@ class Ring:
         """
         if self.size == 1 or not self.transport.moves:
             return value
-        on_host = "gloo" in str(dist.get_backend_config(self.group))
+        backends = str(dist.get_backend_config(self.group))
+        on_host = "nccl" not in backends or "gloo" in backends
         if not on_host:
             self.settle()
         with self.hang_diagnosis.collective("comparing sizes", identity), without_dispatch():
