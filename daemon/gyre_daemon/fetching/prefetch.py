@@ -92,7 +92,7 @@ class Spec:
 
     @property
     def key(self) -> SpecKey:
-        """Two specs with one key give the same batches; a dataset that was opened again differs."""
+        """What must be equal for streams to be shared; a dataset that was opened again differs."""
         dataset, ranks = self.dataset, (self.rank, self.world_size)
         data = id(dataset.storage), dataset.fingerprint, dataset.transforms
         planned = self.planner.stages.all, self.planner.phases

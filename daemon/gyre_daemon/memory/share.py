@@ -2,7 +2,7 @@
 
 The window is the number of batches in flight or ready. A job asks for one with `prefetch_batches`,
 or the size of a batch decides; the session's share of the memory bounds it when the session opens.
-It never changes afterwards.
+A share never changes afterwards. Consumers of one stream have the window of the first one.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,18 @@ from dataclasses import dataclass
 _PAGE_BYTES = 4096
 
 
+# The window, unless it is asked for: these bytes, but batches within these bounds. With less, a
+# storage that answers late is asked for too little at once; with more, a job has more memory than
+# it needs, and others find less.
+_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 32 << 20, 4, 256
+# The same where several batches make a batch group; three groups are under way. A window of half
+# the bytes has batch groups of half the length: small batches then cost far more each.
+_GROUPS_AHEAD_BYTES, _MANY_IN_GROUPS = 72 << 20, 576
+# More batches than that only where all have one layout. A third of them is planned in 1 ms, during
+# which the event loop does nothing else.
+_MOST_IN_GROUPS, _SAMPLES_IN_GROUPS = 768, 48 << 10
+# Large batches: three batch groups of four, as far as these bytes are enough for them.
+_FEW_GROUPS, _FEW_GROUPS_BYTES = 12, 80 << 20
 # A window of one batch, one in the queue, and one that the client keeps.
 _LEAST_SLOTS = 3
 # The memory of a session, its shared stream and its connection, batches excepted.
@@ -53,7 +65,26 @@ class Share:
         return _SESSION_METADATA_BYTES + self.num_bytes + num_batches * self.metadata_bytes
 
 
-def divide(
+def default_window(batch_bytes: int) -> int:
+    """The window in batches that are read one by one, where none was asked for."""
+    return min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
+
+
+def default_window_in_groups(batch_bytes: int, num_samples: int | None) -> int:
+    """The window in batches that are read together, where none was asked for.
+
+    Args:
+        batch_bytes: the most bytes that a batch has.
+        num_samples: of a batch, if all batches have one layout; else None.
+    """
+    few = max(_MIN_AHEAD, min(_FEW_GROUPS, _FEW_GROUPS_BYTES // batch_bytes))
+    most = _MANY_IN_GROUPS
+    if num_samples is not None:
+        most = max(most, min(_MOST_IN_GROUPS, _SAMPLES_IN_GROUPS // num_samples))
+    return min(max(_GROUPS_AHEAD_BYTES // batch_bytes, few), most)
+
+
+def share_within(
     batch_bytes: int,
     window_batches: int,
     limit_bytes: int,

@@ -14,8 +14,9 @@ Batches are sent in groups that may be seconds apart, so the number sent in a se
 client reports now and then how many batches its trainer has taken. Between two such reports, some
 ten seconds apart, the rate is exact.
 
-A metric is two lines: a field here, in `SessionTotals` if it counts by job, and the line that
-counts. Prometheus and `gyre status` get all of them from the fields. A field that is a dataclass
+A metric is two lines: a field here and the line that counts. Prometheus and `gyre status` get all
+of them from the fields. One that counts by job is a field of `SessionTotals`, which
+`SessionAccount.totals` fills. A field that is a dataclass
 brings its own metrics; one that is a mapping has a series for each key.
 
 Counters of a job are sums over its sessions, closed ones included, so that `rate()` works across a
@@ -283,13 +284,8 @@ class SessionTotals:
     )
 
     def __add__(self, other: "SessionTotals") -> "SessionTotals":
-        return SessionTotals(
-            self.num_batches + other.num_batches,
-            self.num_bytes + other.num_bytes,
-            self.times + other.times,
-            self.trainer_waited_s + other.trainer_waited_s,
-            self.num_substitutes + other.num_substitutes,
-        )
+        names = [each.name for each in fields(self)]
+        return SessionTotals(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,12 @@ from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
 from gyre_daemon.fetching.packed import max_packed_bytes, max_packed_metadata_bytes
 from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Allowance, Budget
-from gyre_daemon.memory.share import Share, divide
+from gyre_daemon.memory.share import (
+    Share,
+    default_window,
+    default_window_in_groups,
+    share_within,
+)
 from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.cursor import Cursor, check_cursor, check_transforms, decode_cursor
 from gyre_daemon.order.mixture import MixtureState, check_mixture, check_ranks
@@ -43,18 +48,6 @@ from gyre_daemon.order.steps import MAX_STAGES, Stage
 
 MAX_EPOCHS = 1 << 32
 MAX_POSITION = 1 << 62
-# The window, unless it is asked for: these bytes, but batches within these bounds. With less, a
-# storage that answers late is asked for too little at once; with more, a job has more memory than
-# it needs, and others find less.
-_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 32 << 20, 4, 256
-# The same where several batches make a batch group; three groups are under way. A window of half
-# the bytes has batch groups of half the length: small batches then cost far more each.
-_GROUPS_AHEAD_BYTES, _MANY_IN_GROUPS = 72 << 20, 576
-# More batches than that only where all have one layout. A third of them is planned in 1 ms, during
-# which the event loop does nothing else.
-_MOST_IN_GROUPS, _SAMPLES_IN_GROUPS = 768, 48 << 10
-# Large batches: three batch groups of four, as far as these bytes are enough for them.
-_FEW_GROUPS, _FEW_GROUPS_BYTES = 12, 80 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +152,16 @@ class SessionRequest:
         """
         batch_bytes, metadata_bytes = self._most_bytes
         in_groups = self.dataset.is_read_in_groups
-        num_wanted = self._in_groups(batch_bytes) if in_groups else _singly(batch_bytes)
-        return divide(
+        alike = self.dataset.has_equal_samples
+        num_samples = self.order.global_batch_size // self.reader.world_size
+        default = (
+            default_window_in_groups(batch_bytes, num_samples if alike else None)
+            if in_groups
+            else default_window(batch_bytes)
+        )
+        return share_within(
             batch_bytes,
-            self.prefetch_batches or num_wanted,
+            self.prefetch_batches or default,
             limit_bytes,
             metadata_bytes=metadata_bytes,
             in_groups=in_groups,
@@ -184,18 +183,6 @@ class SessionRequest:
             max_batch_bytes(dataset.sized, num_samples, num_corrupt, dataset.fields, least_epoch),
             max_metadata_bytes(dataset.sized, num_samples),
         )
-
-    def _in_groups(self, batch_bytes: int) -> int:
-        few = max(_MIN_AHEAD, min(_FEW_GROUPS, _FEW_GROUPS_BYTES // batch_bytes))
-        most = _MANY_IN_GROUPS
-        if self.dataset.has_equal_samples:
-            num_samples = self.order.global_batch_size // self.reader.world_size
-            most = max(most, min(_MOST_IN_GROUPS, _SAMPLES_IN_GROUPS // num_samples))
-        return min(max(_GROUPS_AHEAD_BYTES // batch_bytes, few), most)
-
-
-def _singly(batch_bytes: int) -> int:
-    return min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
 
 
 @dataclass(frozen=True, slots=True)

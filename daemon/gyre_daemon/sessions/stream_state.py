@@ -1,7 +1,7 @@
 """Which consumers share a stream, and which steps it fetches next: a pure state machine.
 
-One `StreamState` has all shared streams of one spec (`fetching.prefetch.Spec`: the properties that
-make batches equal). It knows no event loop, clock, storage or log. `SharedStreams` reports each
+One `StreamState` has all shared streams of one spec (`fetching.prefetch.Spec`, whose `key` says
+what must be equal). It knows no event loop, clock, storage or log. `SharedStreams` reports each
 event by calling a method, and then carries out the instructions that the method left behind.
 
 Events, in the order of a batch group's life:

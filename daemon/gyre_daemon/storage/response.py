@@ -1,4 +1,4 @@
-"""The seam between engine and clients: requests that they carry, and what responses mean. Pure."""
+"""Requests and responses between the engine and a `Source`, and the errors they mean. Pure."""
 
 import ftplib
 import mmap

@@ -60,7 +60,7 @@ _Value = TypeVar("_Value")
 
 
 class Transforming:
-    """The chains and the memory that one process has at hand; see `computing.Computation`."""
+    """The chains and the memory that one process has at hand; see `compute_workers.Computation`."""
 
     def __init__(self) -> None:
         self._chains: OrderedDict[bytes, Chain] = OrderedDict()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from gyre_daemon.memory.arenas import ArenaRegistry, Arenas, Slot
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.share import divide
+from gyre_daemon.memory.share import share_within
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 
 BATCH_BYTES = 1 << 20
@@ -17,7 +17,7 @@ BATCH_BYTES = 1 << 20
 )
 def test_a_piece_follows_when_there_is_no_slot(window_batches: int, group_bytes: int) -> None:
     async def fill() -> tuple[int, list[Slot]]:
-        share = divide(BATCH_BYTES, window_batches, 1 << 30, in_groups=True)
+        share = share_within(BATCH_BYTES, window_batches, 1 << 30, in_groups=True)
         assert share.num_together * BATCH_BYTES == group_bytes
         with ThreadPoolExecutor(2) as threads:
             arenas = Arenas(share, Budget(0), ArenaRegistry(1 << 30), FairExecutor(threads, 2))

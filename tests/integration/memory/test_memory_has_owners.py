@@ -21,7 +21,7 @@ from gyre_daemon.access.policy import peer_principal
 from gyre_daemon.memory import sidechannel
 from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, FileWatch, Slot
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.share import divide
+from gyre_daemon.memory.share import share_within
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.sessions.session import ClientArenas
@@ -101,7 +101,7 @@ def test_memory_is_there_until_the_last_lease_is_returned() -> None:
 
 @pytest.mark.usefixtures("_no_collector")
 def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -> None:
-    share = divide(NUM_BYTES, 4, 1 << 30)
+    share = share_within(NUM_BYTES, 4, 1 << 30)
 
     async def write() -> None:
         before = num_mapped()
@@ -137,7 +137,7 @@ def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -
 @pytest.mark.usefixtures("_no_collector")
 def test_an_arena_that_is_made_while_its_stream_ends_is_given_back() -> None:
     """The task that makes it may learn that it is cancelled only after it has made it."""
-    share = divide(NUM_BYTES, 48, 1 << 30, in_groups=True)
+    share = share_within(NUM_BYTES, 48, 1 << 30, in_groups=True)
 
     async def make() -> None:
         before = num_mapped()

@@ -6,7 +6,7 @@ consumer which batches it was sent and holds, and of every batch group whether i
 
 from dataclasses import dataclass, field
 
-from gyre_daemon.memory.share import Share, divide
+from gyre_daemon.memory.share import Share, share_within
 from gyre_daemon.sessions import stream_state
 from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ MAX_CONSUMERS = 5
 
 
 def share_for(window_batches: int) -> Share:
-    return divide(PAGE, window_batches, 1 << 40, in_groups=True)
+    return share_within(PAGE, window_batches, 1 << 40, in_groups=True)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import pytest
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.memory.arenas import Arena, Slot
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.share import divide
+from gyre_daemon.memory.share import share_within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -118,13 +118,15 @@ def test_an_allocated_arena_is_written_to_without_page_faults() -> None:
 def test_a_share_holds_at_least_one_batch_and_stays_within_its_limit(
     batch_bytes: int, window_batches: int, limit: int, metadata_bytes: int, in_groups: bool
 ) -> None:
-    share = divide(
+    share = share_within(
         batch_bytes, window_batches, limit, metadata_bytes=metadata_bytes, in_groups=in_groups
     )
     one = whole_pages(batch_bytes)
     assert share.num_bytes % one == 0
     assert one <= share.num_bytes
-    least = divide(batch_bytes, window_batches, 0, metadata_bytes=metadata_bytes).reserved_bytes
+    least = share_within(
+        batch_bytes, window_batches, 0, metadata_bytes=metadata_bytes
+    ).reserved_bytes
     assert (
         share.num_bytes + share.num_bytes // one * metadata_bytes
         < share.reserved_bytes
@@ -137,7 +139,7 @@ def test_a_share_holds_at_least_one_batch_and_stays_within_its_limit(
         assert share.window_batches + share.max_queued + share.num_kept == num_slots
     if (
         limit
-        >= divide(
+        >= share_within(
             batch_bytes, window_batches, 1 << 62, metadata_bytes=metadata_bytes
         ).reserved_bytes
     ):
@@ -151,7 +153,7 @@ def test_a_share_holds_at_least_one_batch_and_stays_within_its_limit(
 def test_a_share_has_room_for_the_batch_groups_that_its_client_holds(
     batch_bytes: int, window_batches: int, limit: int
 ) -> None:
-    share = divide(batch_bytes, window_batches, limit, in_groups=True)
+    share = share_within(batch_bytes, window_batches, limit, in_groups=True)
     assert 1 <= share.num_together <= max(1, share.window_batches // 3), (
         "at least three batch groups are in flight"
     )
@@ -159,7 +161,7 @@ def test_a_share_has_room_for_the_batch_groups_that_its_client_holds(
     assert share.max_queued % share.num_together == 0, "a client asks for whole batch groups"
     if share.num_together > 1:
         assert share.num_kept >= 2 * share.num_together, "the one in use, and the one before it"
-    assert divide(batch_bytes, window_batches, limit).num_together == 1
+    assert share_within(batch_bytes, window_batches, limit).num_together == 1
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 300))

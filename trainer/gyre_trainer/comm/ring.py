@@ -6,11 +6,9 @@ one batch of the ring's transport. Every wait ends at the group's timeout, which
 NCCL moves the buffers on its own stream, in the order of the hops. A hop owns its buffers
 until it was waited for, also where an exception has lost sight of it.
 
-How a hop's tensors get from rank to rank: an interface, and its form over a process group.
-
-The one ring of each mesh: its process groups, its transport, and its checks before a step.
-
-Gloo's threads come to rest before the interpreter ends.
+`Transport` is how a hop's tensors get from rank to rank, and `ProcessGroupTransport` its form over
+a process group. `Ring` is the one ring of a mesh: its process groups, its transport, and its checks
+before a step.
 
 [Note: The end of a rank]
 

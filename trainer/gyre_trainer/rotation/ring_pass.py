@@ -408,7 +408,7 @@ class RingPass:
     def _backward_slices(self) -> Iterator[tuple[int, Tensor]]:
         """Number and piece of each slice in backward's order.
 
-        In each round the order is from the next rank's slice to the own one.
+        In each round the order is from the slice of rank + 1 to the own one.
         """
         prefetch = prefetch_of(self._ring)
         prefetch.backward_begins(self._rotation)

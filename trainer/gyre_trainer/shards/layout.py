@@ -542,7 +542,7 @@ class GradientRing:
         return self._here[1]
 
     def send_on(self) -> None:
-        """Send the received gradient to the next rank, and start to receive the next piece's.
+        """Send the received gradient to rank - 1, and receive the next piece's from rank + 1.
 
         The own slice's gradient stays.
         """

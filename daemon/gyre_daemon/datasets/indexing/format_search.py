@@ -151,9 +151,7 @@ def format_by_name(location: str, names: Sequence[str]) -> str | None:
         InvalidRequest: several formats fit.
     """
     found = {
-        name: its
-        for name, entry in FORMATS.items()
-        if (its := matching(names, entry.pattern))
+        name: its for name, entry in FORMATS.items() if (its := matching(names, entry.pattern))
     }
     if len(found) > 1:
         each = ", ".join(f"{its[0]} ({name}, {len(its)} such)" for name, its in found.items())
