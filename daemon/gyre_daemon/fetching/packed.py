@@ -98,7 +98,7 @@ class _Tokens:
 
     @property
     def num_bounds(self) -> int:
-        """The elements of `cu_seqlens`: padding is a document of its own."""
+        """The elements of `cu_seqlens`: padding is one more document."""
         return len(self.starts) + len(self.gaps) + 1
 
 

@@ -2,7 +2,7 @@
 
 The first `N // G * G` places of an epoch are cut into windows of `w * G` places. The samples that
 the inner order has in a window are sorted by their lengths and cut into batches of G; the batches
-come in an order of their own key, and within a batch samples stand as the inner order has them. So
+come in the order of their key, and within a batch samples stand as the inner order has them. So
 every sample stays in its window. The places behind, which fill no batch, stay as they are: the
 samples that the tail `drop` leaves out are of all lengths.
 """

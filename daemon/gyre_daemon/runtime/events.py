@@ -4,7 +4,7 @@ Lines are JSON for programs, or text for a person at a terminal. An event has fa
 values and never credentials.
 
 The audit log says who opened which dataset, from which process, how much was read, and what was
-refused. Its lines are events of the log. They are also written to a file of their own where
+refused. Its lines are events of the log. They are also written to a separate file where
 the operator names one. The file is for the daemon's user only. It is opened again on SIGHUP, so it
 can be rotated by renaming it. A thread writes it, because its file system may hang.
 

@@ -46,7 +46,7 @@ Checksums = npt.NDArray[np.uint8]  # [blocks, 16]
 # shards needs 16 MiB of checksums. Another block size makes all stored checksums useless.
 BLOCK_BYTES = 1 << 20
 CHECKSUM_BYTES = 16
-# File systems count time in ticks of some milliseconds. A change older than this lies in an earlier
+# File systems count time in ticks of some milliseconds. A change older than this is in an earlier
 # tick than now; with less, a write in the same tick would go unnoticed, and more only waits longer.
 _SETTLED_S = 0.05
 

@@ -248,7 +248,7 @@ class _SharedRoot:
         def open_file(name: str | bytes, flags: int) -> int:
             try:
                 return open_beneath(name, flags)
-            except FileNotFoundError:  # or another folder lies at the root's path by now
+            except FileNotFoundError:  # or another folder is at the root's path by now
                 return self._root.open(os.fsdecode(name), flags)
 
         try:
