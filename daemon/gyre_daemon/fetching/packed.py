@@ -214,6 +214,6 @@ def max_packed_bytes(packed: Packed, num_samples: int) -> int:
 
 
 def max_packed_metadata_bytes(packed: Packed, num_samples: int) -> int:
-    """An upper bound of the memory that the daemon needs for such a batch beside its tensors."""
+    """An upper bound of the memory that the daemon needs for such a batch besides its tensors."""
     num_parts = packed.most_parts(num_samples)
     return num_parts * _PART_METADATA_BYTES + num_samples * 16 + _BATCH_METADATA_BYTES

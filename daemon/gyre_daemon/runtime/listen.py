@@ -171,7 +171,7 @@ def check_distinct(
 
 
 class SocketClaim:
-    """The exclusive right to a Unix socket path, held by a lock on a file beside it.
+    """The exclusive right to a Unix socket path, held by a lock on a file next to it.
 
     The kernel drops the lock however the process ends. So a daemon removes the socket of one that
     was killed, and never that of one that runs. Where somebody removed the lock file, a daemon that

@@ -78,7 +78,7 @@ def prepare(
     name = _FOLDER.format(len(accelerator._models) - 1)
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        # what stays in the list is written by the first rank alone
+        # the rest of the list is written by the first rank alone
         weights.pop([id(each) for each in models].index(id(prepared)))
         save_states(prepared, optimizer, Path(folder) / name)
 

@@ -208,7 +208,7 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
         if rotated.training not in left:
             return
         try:
-            # A checkpoint around the call counts what is saved; the checks are not made again.
+            # A checkpoint around the call counts saved tensors; the checks are not made again.
             with outside_of_layers(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
                 verify_module(rotated.rotation, args, kwargs)
         except Exception as error:

@@ -140,7 +140,7 @@ def restored(config: TrainConfig, context: RankContext, path: Path) -> tuple[nn.
     model = rotated(config, context.mesh)
     allocate(model, context.device)
     for parameter in model.parameters():
-        local_of(parameter).detach().zero_()  # what was there may be no number to encode
+        local_of(parameter).detach().zero_()  # its old bytes may be no number to encode
     encode_frozen(model, config, context.mesh)
     add_adapters(model, config)
     return model, run_checkpoints.load_model(model, path, config.model)

@@ -27,7 +27,7 @@ NAME = "checkpoint.json"
 _MAX_BYTES = 2**26
 _CHUNK_BYTES = 2**22
 
-# Keys of models that earlier checkpoints lack, with what these meant.
+# Keys of models that earlier checkpoints lack, with their meaning.
 _LATER_KEYS = {"inside_documents": False}
 
 Files = Mapping[str, tuple[int, int]]

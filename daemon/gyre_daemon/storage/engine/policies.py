@@ -144,7 +144,7 @@ class RangeRequest:
         finish: called once, with the bytes or the error, unless the request is abandoned.
         turns: its places in the queue, while it waits there: one for each job that asked for the
             range in the meantime. The first to be granted is used.
-        hedge_turn: the same for a second attempt beside one in flight.
+        hedge_turn: the same for a second attempt while one is in flight.
         attempts: those in flight.
         begun_at: when its first attempt was sent; 0 before.
         last_failure: the response to its last failed attempt.
