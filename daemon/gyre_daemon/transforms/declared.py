@@ -305,7 +305,7 @@ class Transforms:
         made = [_checked(each) for each in described.made]
         passed = [spec for spec in dataset.fields if spec.name in described.passed]
         chosen = [*made, *passed]
-        _check_names(chosen)
+        _check_names(made, passed)
         values = {each.name: getattr(dataset, each.name) for each in fields(Dataset)}
         values |= {"chosen": chosen, "transform_names": tuple(step.name for step in steps)}
         values |= {"source": dataset, "made": made, "failed": NO_SAMPLES}
@@ -400,10 +400,10 @@ def _checked(made: MadeField) -> FieldSpec:
     return FieldSpec(made.name, dtype, fixed, ragged=is_ragged, codec="bytes", image=made.image)
 
 
-def _check_names(chosen: Sequence[FieldSpec]) -> None:
-    if not chosen:
+def _check_names(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> None:
+    if not made and not passed:
         raise ConfigError("the transforms leave no field")
-    names = [spec.name for spec in chosen]
-    for name in names:
+    names = [spec.name for spec in (*made, *passed)]
+    for name in names[: len(made)]:
         if not is_servable(name) or names.count(name) > 1:
             raise ConfigError(f"no field can have the name {name!r:.100}, which transforms make")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from gyre_client.command.cli import main
 
@@ -64,6 +66,37 @@ def test_filters_compare_lengths_that_are_measured_once(
     lengths = [len(ids_of(text_folder, text)) for text in texts()]
     rows = sorted(np.concatenate([np.diff(batch["tokens.offsets"]) for batch in found]).tolist())
     assert rows == sorted(each for each in lengths if each >= 200)
+
+
+@pytest.mark.parametrize("cached", [(), (CACHE,)])
+def test_what_some_samples_lack_passes_a_chain(
+    serve_texts: Serve, text_folder: Path, tmp_path: Path, cached: tuple[dict[str, str], ...]
+) -> None:
+    notes = [None if number % 3 else number for number in range(40)]
+    table = pa.table({"text": texts()[:40], "note": pa.array(notes, pa.int64())})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    chain = [tokenize(text_folder, "text"), *cached]
+    datasets = {
+        "all": {"uri": str(tmp_path / "a.parquet"), "transforms": chain},
+        "some": {
+            "uri": str(tmp_path / "a.parquet"),
+            "transforms": chain,
+            "filter": "note.present and length(tokens) > 0",
+        },
+    }
+    served = serve_texts({"datasets": datasets})
+    batches, _ = epoch(served, "all", None, batch_size=8)
+    for batch in batches:
+        for number, note, has in zip(
+            batch["sample_id"].tolist(),
+            batch["note"].tolist(),
+            batch["note.present"].tolist(),
+            strict=True,
+        ):
+            assert (note if has else None) == notes[number]
+    chosen, _ = epoch(served, "some", None, batch_size=1)
+    kept = [note for note in notes if note is not None]
+    assert sorted(int(batch["note"]) for batch in chosen) == kept
 
 
 def test_sources_of_mixtures_keep_their_own(serve_texts: Serve, text_folder: Path) -> None:
