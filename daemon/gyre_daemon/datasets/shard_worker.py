@@ -67,7 +67,7 @@ _CHECKED_AT_ONCE_BYTES = 64 << 10
 
 
 class ShardScan:
-    """See `compute_workers.Computation`."""
+    """See `workers.compute_workers.Computation`."""
 
     @classmethod
     def preload(cls) -> None:

@@ -272,7 +272,7 @@ class BatchPlanner:
     """Plans the batches of one order over one dataset.
 
     Its steps are counted without those that the order leaves out: see [Note: Steps and batches] in
-    `skipping`. Positions are the order's.
+    `steps`. Positions are the order's.
 
     Attributes:
         order: how the job goes through the dataset.
