@@ -8,7 +8,8 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotation.rule import Recompute
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
@@ -50,6 +51,31 @@ def test_a_rule_that_is_wrong_in_one_mode_alone_is_refused_there(
 ) -> None:
     for right, refused, again in ranks(2).run(told_in_each_mode, verify, wrong):
         assert (right, again) == ("", "")
+        assert "CountsWidth computes something else when it rotates: output 0 is off by" in refused
+
+
+def told_where_the_last_layer_begins_as_zero(recompute: Recompute) -> list[str]:
+    """What calls end in until the last layer has values, and once it has."""
+    torch.manual_seed(0)
+    mlp = CountsWidth(4, 8).double()
+    nn.init.zeros_(mlp.down.weight)
+    if mlp.down.bias is not None:
+        nn.init.zeros_(mlp.down.bias)
+    model = nn.ModuleList([nn.Sequential(mlp)])
+    rules: Any = {"0.0": MLPRule()}
+    policy = RotationPolicy(recompute=recompute)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=policy, rules=rules)
+    x = torch.ones(2, 4).double().requires_grad_()
+    texts = [told(lambda: model[0](x).sum().backward()) for _ in range(2)]
+    with torch.no_grad():
+        mlp.down.weight.add_(1)
+    return [*texts, told(lambda: model[0](x))]
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_outputs_of_zero_tell_nothing_of_a_rule(ranks: StartRanks, recompute: Recompute) -> None:
+    for first, second, refused in ranks(2).run(told_where_the_last_layer_begins_as_zero, recompute):
+        assert (first, second) == ("", "")
         assert "CountsWidth computes something else when it rotates: output 0 is off by" in refused
 
 

@@ -158,30 +158,36 @@ def require_all_ranks(mesh: DeviceMesh, *, independent: bool) -> None:
     )
 
 
-def refuse_together(rotation: Rotation, reason: str) -> None:
+def refuse_together(rotation: Rotation, reason: str, *, is_zero: bool) -> bool:
     """Return where no rank has a reason, and on those that have one. Collective.
 
     Args:
         rotation: of the module.
         reason: why this rank refuses it; "" where it does not.
+        is_zero: whether this rank has compared zeros alone.
+
+    Returns:
+        Whether all ranks have compared zeros alone.
 
     Raises:
         RotationError: on the ranks without a reason, where another one has one.
     """
     flat = rotation.sharded.flat
     if is_fake(flat):
-        return
+        return False
     parameter = rotation.sharded.parameters[0]
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
     group, ring = ring_group(mesh), ring_of(mesh)
-    refusing = torch.tensor([ring.rank + 1 if reason else 0], device=flat.device)
+    numbers = torch.tensor([ring.rank + 1 if reason else 0, not is_zero], device=flat.device)
     with ring.hang_diagnosis.collective("comparing the ranks' checks of a rotated module"):
-        dist.all_reduce(refusing, dist.ReduceOp.MAX, group=group)
-        if not refusing.item():
-            return
-        source = dist.get_global_rank(group, int(refusing.item()) - 1)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+        refusing, has_values = numbers.tolist()
+        if not refusing:
+            return not has_values
+        source = dist.get_global_rank(group, refusing - 1)
         words = [reason]
         dist.broadcast_object_list(words, src=source, group=group, device=flat.device)
     if not reason:
         raise RotationError(f"rank {source} refuses {rotation.name}: {words[0]}")
+    return False

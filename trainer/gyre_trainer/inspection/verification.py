@@ -1,7 +1,8 @@
 """Compares a rotated module with its own layers, each gathered while it runs: the outputs.
 
 A rule may fit a module's shapes and not its code. So the first call in training, and the first in
-evaluation, is computed by slices and by whole layers.
+evaluation, is computed by slices and by whole layers. Zeros tell nothing, such as those of a last
+layer that begins as zero: the next call is compared, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,13 @@ from gyre_trainer.rotation.recomputation import (
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
-from gyre_trainer.torch_internals import is_fake, tree_leaves, tree_map_only, uncompiled
+from gyre_trainer.torch_internals import (
+    is_fake,
+    number_of_backward,
+    tree_leaves,
+    tree_map_only,
+    uncompiled,
+)
 
 
 @contextmanager
@@ -55,19 +62,22 @@ _TOLERANCE_OF_OTHERS = 5e-2
 
 
 @torch.no_grad()
-def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Refuse a module whose outputs are others when it rotates than as a whole.
 
     Every rank holds one whole layer at a time. Random numbers that it draws for this are drawn
     again afterwards. Gradients follow from the outputs: autograd forms those of each slice.
     Collective.
 
+    Returns:
+        Whether the outputs tell of the rule: on some rank, none of them is zero throughout.
+
     Raises:
         RotationError: on every rank of the ring, where one sees a difference; the message names
             the output. Or it draws random numbers.
     """
     if is_fake(rotation.sharded.flat):
-        return
+        return True
     generators = generators_of(rotation.sharded.flat.device)
     with _same_numbers(rotation):
         before = states_of(generators)
@@ -91,9 +101,10 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
                 "slice does not have. Keep residuals, norms, activations and dropout after the "
                 "last layer outside of the rotated module"
             )
-    refuse_together(rotation, reason)
+    are_zero = refuse_together(rotation, reason, is_zero=not all(each.any() for each in expected))
     if reason:
         raise RotationError(reason)
+    return not are_zero
 
 
 def _whole_output(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -205,17 +216,18 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
     def first_call(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rotated: RotatedModule = called
         left = rotated.unchecked_modes  # a copy of the module has its own
-        if rotated.training not in left:
+        if rotated.training not in left or number_of_backward() != -1:  # which computes again
             return
         try:
             # A checkpoint around the call counts saved tensors; the checks are not made again.
             with outside_of_layers(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-                verify_module(rotated.rotation, args, kwargs)
+                is_checked = verify_module(rotated.rotation, args, kwargs)
         except Exception as error:
             if rule is not None and not isinstance(error, TrainError):
                 error.add_note(_told_of_slices(rotated))
             raise
-        rotated.unchecked_modes = left - {rotated.training}
+        if is_checked:
+            rotated.unchecked_modes = left - {rotated.training}
 
     entry: Any = module
     entry.register_forward_pre_hook(first_call, with_kwargs=True)
