@@ -32,7 +32,7 @@ class Numbered(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.seen is not None
-        self.seen(f"compute {self.number} with {int(self.up.weight[0, 0])}")
+        self.seen(f"compute {self.number} with {int(self.up.weight[0, 0].nan_to_num(-1))}")
         return super().forward(x)
 
 
