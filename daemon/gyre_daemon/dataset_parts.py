@@ -34,7 +34,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.listing import has_files, list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.workers import TransformWorkers

@@ -22,8 +22,8 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import stat_shard
-from gyre_daemon.storage.local import LocalStorage, ReadAhead
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.sources.local import LocalStorage, ReadAhead
 
 FILE_BYTES = 1 << 30
 JOB_BYTES = 4 << 20

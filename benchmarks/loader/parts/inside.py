@@ -37,7 +37,7 @@ from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.gather import Addresses, Sizes, gather
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from benchmarks.loader.data import FULL, Workload, workloads

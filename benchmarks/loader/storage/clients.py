@@ -23,10 +23,10 @@ from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.response import Source
 from gyre_daemon.storage.sources.fsspec_drivers import DriverSource
 from gyre_daemon.storage.sources.object_source import ObjectSource
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 from benchmarks.loader.processes import load_average
 from tests.object_server.process import ObjectServerProcess, object_server

@@ -25,9 +25,9 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.response import Source
 from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 from benchmarks.loader.processes import load_average
 from benchmarks.loader.storage import clients, objects

@@ -20,8 +20,8 @@ from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest, ShardMi
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from benchmarks.loader.mosaic import streaming

@@ -14,8 +14,8 @@ from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import ShardMissing
 from gyre_daemon.datasets.formats.files import read_manifest
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage import drivers
 from gyre_daemon.storage.shard import Texts
+from gyre_daemon.storage.sources import drivers
 
 from tests.conftest import S3Server, StartDaemon
 from tests.contract.formats.test_single_files import listing

@@ -29,8 +29,8 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import FileTable, Texts
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.conftest import S3Server

@@ -15,7 +15,7 @@ from gyre_daemon.storage import base
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 from tests.contract.places import GUARD, Place, Targets, first_of, noise, openers, run

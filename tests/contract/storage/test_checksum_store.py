@@ -17,7 +17,7 @@ from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import stat_shard
-from gyre_daemon.storage.local import LocalStorage
+from gyre_daemon.storage.sources.local import LocalStorage
 
 from tests.contract.places import noise
 

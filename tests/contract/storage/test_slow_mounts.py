@@ -18,7 +18,7 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.mounts import FAST_S, MOUNTS, SLOW_S, Latency
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, take_checksums
 from tests.fuse_folder import FuseFolder, why_not

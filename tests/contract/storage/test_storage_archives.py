@@ -15,8 +15,8 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.sources import fsspec_drivers
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.conftest import S3Server
 from tests.contract.places import (

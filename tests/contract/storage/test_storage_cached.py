@@ -21,7 +21,7 @@ from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.cache.placement import NEVER
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.contract.places import (
     HttpPlace,

@@ -21,12 +21,12 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage import drivers, opener
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources import drivers, opener
 from gyre_daemon.storage.sources.object_source import open_objects
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run
 from tests.contract.storage.objects import ObjectServer

@@ -23,9 +23,9 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
-from gyre_daemon.storage import local
 from gyre_daemon.storage.beneath import Root
-from gyre_daemon.storage.local import ThreadReads
+from gyre_daemon.storage.sources import local
+from gyre_daemon.storage.sources.local import ThreadReads
 
 from tests.contract.places import (
     FailingDisk,

@@ -16,7 +16,7 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, unique
 from tests.contract.storage.told_driver import ToldFileSystem

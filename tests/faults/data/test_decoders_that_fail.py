@@ -27,7 +27,7 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 ROWS = 10

@@ -20,7 +20,7 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 from webdataset import TarWriter
 

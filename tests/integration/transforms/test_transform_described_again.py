@@ -13,7 +13,7 @@ from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.monitoring.metrics import Metrics, TransformCounts
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor, Flow
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.messages import ENCODER, Recipe
 from gyre_daemon.transforms.workers import TransformWorkers

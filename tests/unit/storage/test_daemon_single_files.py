@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage import single_files
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.listing import list_folder
-from gyre_daemon.storage.single_files import SingleFiles
+from gyre_daemon.storage.sources import single_files
+from gyre_daemon.storage.sources.single_files import SingleFiles
 
 NUM_FILES = 40
 

@@ -36,8 +36,8 @@ from gyre_daemon.storage.location import (
     patterns_of,
 )
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard_files import read_ranges
+from gyre_daemon.storage.sources.opener import StorageOpener
 
 _MAX_HEADS = 16  # files whose first bytes are read
 _MAX_FOLDERS = 16  # searched for a message

@@ -80,9 +80,9 @@ from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.listing import stat_shard
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.shard_files import read_ranges
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.storage.unions import ConcatenatedFiles
 from gyre_daemon.workers.compute_workers import ComputeServer
 

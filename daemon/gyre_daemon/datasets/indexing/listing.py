@@ -32,9 +32,9 @@ from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location, check_one_tree
-from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
 from gyre_daemon.storage.shard_files import read_ranges
+from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.storage.unions import ConcatenatedFiles
 from gyre_daemon.workers.compute_workers import ComputeWorkers
 

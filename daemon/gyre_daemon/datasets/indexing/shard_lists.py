@@ -23,8 +23,8 @@ from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.location import Location, check_one_set, matches_any, matching
-from gyre_daemon.storage.opener import StorageOpener, stat_local
 from gyre_daemon.storage.shard_files import read_ranges
+from gyre_daemon.storage.sources.opener import StorageOpener, stat_local
 
 _FORMAT_OF_LISTS = "webdataset"
 # A list is parsed as a whole; the names and numbers of a million shards take about as much.

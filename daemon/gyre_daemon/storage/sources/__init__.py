@@ -1,4 +1,6 @@
-"""The clients that carry requests to object storage: plain HTTP, obstore, and any fsspec driver.
+"""Where bytes come from: local files, plain HTTP, obstore, the hub, and any fsspec driver.
 
-In: a range of an object. Out: one `Response`. A source sends each request once.
+`opener` makes the storage of a location: `local` and `single_files` read files; a remote one sends
+the engine's requests through a `Source`, which takes a range of an object, returns one `Response`,
+and sends each request once.
 """

@@ -20,10 +20,10 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, stream_by_reads
 from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root, file_error
-from gyre_daemon.storage.local import TRANSIENT, SlowReads, ThreadReads
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.open_shards import unknown
 from gyre_daemon.storage.shard import FileShards, FileTable, Shard, changed
+from gyre_daemon.storage.sources.local import TRANSIENT, SlowReads, ThreadReads
 
 # The cost of opening a file, in bytes that could be copied meanwhile. It weighs jobs that share the
 # threads, and decides when work is split: a job has a fixed cost of about a millisecond.

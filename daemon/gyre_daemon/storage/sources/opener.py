@@ -25,17 +25,6 @@ from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.threads import FairExecutor, compute, in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.drivers import (
-    LISTING_DEADLINE_S,
-    Drivers,
-    Entries,
-    as_folder,
-    entries_of,
-    list_tree,
-    listing_error,
-    look_again,
-    stat_names,
-)
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.listing import (
@@ -46,7 +35,6 @@ from gyre_daemon.storage.listing import (
     stat_files,
     stat_named,
 )
-from gyre_daemon.storage.local import LocalStorage, SlowReads
 from gyre_daemon.storage.location import (
     ARCHIVES,
     Location,
@@ -58,7 +46,17 @@ from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.open_shards import OpenFiles
 from gyre_daemon.storage.response import Source, words
 from gyre_daemon.storage.shard import FilePaths, FileShards, FileTable, Shard, Texts, Validators
-from gyre_daemon.storage.single_files import SingleFiles
+from gyre_daemon.storage.sources.drivers import (
+    LISTING_DEADLINE_S,
+    Drivers,
+    Entries,
+    as_folder,
+    entries_of,
+    list_tree,
+    listing_error,
+    look_again,
+    stat_names,
+)
 from gyre_daemon.storage.sources.fsspec_drivers import ThreadedFileSystem, open_archive
 from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
@@ -67,6 +65,8 @@ from gyre_daemon.storage.sources.http_source import (
     take_http_options,
 )
 from gyre_daemon.storage.sources.hub import HubUnreachable, cached_digest
+from gyre_daemon.storage.sources.local import LocalStorage, SlowReads
+from gyre_daemon.storage.sources.single_files import SingleFiles
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.
