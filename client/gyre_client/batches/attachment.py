@@ -28,7 +28,7 @@ from gyre_client.errors import (
     LeaseExpired,
     NotAuthenticated,
 )
-from gyre_client.messages.answers import BatchTensors, check_group
+from gyre_client.messages.answers import BatchTensors, check_grant, check_group
 from gyre_client.transport.channel import chunk_data
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.transport.outbox import NEVER, Consumed, Outbox
@@ -117,6 +117,7 @@ class Attachment:
         self._stalled_s = 0.0
         self._has_told_of_peer = False
         self._last_layout = b"", Layout([], 0)  # as it came, and as it was read
+        self._max_queued = opened.max_queued_batches
         self._max_kept = opened.max_kept_batches
         self._on_message = on_message
         self._consumed = consumed
@@ -129,7 +130,7 @@ class Attachment:
         self.outbox = Outbox(
             opened.session_id,
             num_credits,
-            max(1, opened.max_queued_batches // MESSAGES_PER_GRANT),
+            self._num_together,
             consumed,
             returned,
             opened.iteration_stop or NEVER,
@@ -152,6 +153,8 @@ class Attachment:
                 self._on_message()
                 match response.WhichOneof("event"):
                     case "batches":
+                        if response.batches.max_queued_batches:
+                            self._change_grant(response.batches)
                         for group in response.batches.groups:
                             yield from self._receive(group)
                     case "arenas_left" if arenas := self._arenas:
@@ -185,12 +188,23 @@ class Attachment:
         arenas, most = self._arenas, self._max_kept + num_unread
         return arenas is not None and arenas.num_lent(most) > most
 
+    @property
+    def _num_together(self) -> int:
+        return max(1, self._max_queued // MESSAGES_PER_GRANT)
+
     def _check_end(self) -> None:
         if self._session.is_endless:
             raise DaemonFault(
                 f"the daemon at {self._connection.address.text} ended a stream that has no end, "
                 f"before step {self._next_step}"
             )
+
+    def _change_grant(self, batches: pb.Batches) -> None:
+        """The daemon's window has grown or shrunk: more batches, or fewer, may be under way."""
+        check_grant(batches)
+        num_more = batches.max_queued_batches - self._max_queued
+        self._max_queued, self._max_kept = batches.max_queued_batches, batches.max_kept_batches
+        self.outbox.grant(num_more, self._num_together)
 
     def _receive(self, group: pb.BatchGroup) -> Iterator[BatchGroup]:
         check_group(group, self._next_step, self.outbox.num_given - self._num_received)

@@ -384,6 +384,16 @@ def check_same_dataset(
         )
 
 
+def check_grant(batches: pb.Batches) -> None:
+    """Checks how many batches a session may now have under way.
+
+    Raises:
+        DaemonFault: They are more than any session has.
+    """
+    _check_count("max_queued_batches", batches.max_queued_batches, 0, MAX_QUEUED)
+    _check_count("max_kept_batches", batches.max_kept_batches, 0, MAX_QUEUED)
+
+
 def check_group(group: pb.BatchGroup, step: int, num_expected: int) -> None:
     """Checks which steps a batch group has, and their cursors.
 

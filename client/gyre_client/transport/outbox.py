@@ -193,6 +193,15 @@ class Outbox:
         ):
             self._wakeup.wake()
 
+    def grant(self, num_more: int, num_together: int) -> None:
+        """Changes the number of batches that may be under way by `num_more`.
+
+        If it is negative, that many of the next credits are kept back.
+        """
+        self._num_granted += num_more
+        self._num_together = num_together
+        self._wakeup.wake()
+
     def wake(self) -> None:
         """Wakes the sending thread, because the script's iteration has begun or changed its end."""
         self._wakeup.wake()

@@ -148,9 +148,12 @@ def from_cost_report(
 
 
 def from_groups(sent: list[Sent], session: Session) -> pb.StreamResponse:
-    """One message for several batch groups."""
+    """One message for several batch groups, with the session's credit if it has changed."""
     response = pb.StreamResponse()
     response.batches.SetInParent()
+    if session.shares_arena and session.renew_grant():
+        response.batches.max_queued_batches = session.max_queued
+        response.batches.max_kept_batches = session.num_kept
     for each in sent:
         message = response.batches.groups.add()
         message.CopyFrom(_message(each.group, session))

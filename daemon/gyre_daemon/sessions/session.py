@@ -538,6 +538,11 @@ class Session:
         for step in self._arenas.unmapped(arenas):
             self.release(step)
 
+    def renew_grant(self) -> bool:
+        """Take over `max_queued` and `num_kept` as they are now; whether they have changed."""
+        before, self._granted = self._granted, self.rank.consumer.stream.share
+        return self._granted != before
+
     async def next_news(self, max_batches: int = _MAX_CREDITS) -> Sent | LeftArenas | None:
         """Wait for the next news for the client.
 

@@ -2398,16 +2398,25 @@ class Batches(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: _builtins.int
+    MAX_QUEUED_BATCHES_FIELD_NUMBER: _builtins.int
+    MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
+    max_queued_batches: _builtins.int
+    """As in SessionOpened; where the first is not 0, both replace the earlier values from these batch groups on. The client gives
+    the difference as credit at once, or subtracts it from the next credit.
+    """
+    max_kept_batches: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]: ...
     def __init__(
         self,
         *,
         groups: _abc.Iterable[Global___BatchGroup] | None = ...,
+        max_queued_batches: _builtins.int = ...,
+        max_kept_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

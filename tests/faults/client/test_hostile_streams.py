@@ -53,6 +53,12 @@ def test_payload_that_is_too_long_or_none(
         read_all(stub, 1)
 
 
+def grant(max_queued: int, num_kept: int = 4) -> pb.StreamResponse:
+    return pb.StreamResponse(
+        batches=pb.Batches(max_queued_batches=max_queued, max_kept_batches=num_kept)
+    )
+
+
 @pytest.mark.parametrize(
     ("responses", "complaint"),
     [
@@ -61,6 +67,8 @@ def test_payload_that_is_too_long_or_none(
         ([batches(group(0)), batches(group(0))], "sent step 0 where step 1 comes next"),
         ([batches(group(0)), batches(group(2))], "sent step 2 where step 1 comes next"),
         ([batches(group(0), group(1), group(2))], "it may send 1 to 0"),
+        ([grant(2**32 - 1)], "max_queued_batches is 4294967295"),
+        ([grant(2, 2**32 - 1)], "max_kept_batches is 4294967295"),
         ([pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=[7]))], "left arena 7"),
         ([pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=[0, 0]))], "left arena 0"),
         ([batches(pb.BatchGroup(layouts=[layout()], cursors=pb.Cursors(own=[b"1"])))],

@@ -99,6 +99,22 @@ def test_silence_becomes_heartbeats_and_each_wake_is_reported() -> None:
     assert num_wakes >= 3
 
 
+def test_a_larger_grant_is_credit_and_a_smaller_one_is_kept_back() -> None:
+    consumer = Consumer(4, num_together=2)
+    outbox = consumer.outbox
+    messages = outbox.messages(60.0, lambda: None)
+    assert [next(messages).WhichOneof("event") for _ in range(2)] == ["attach", "credit"]
+    outbox.grant(4, num_together=4)
+    assert next(messages).credit.num_batches == 4
+    outbox.grant(-4, num_together=2)
+    assert outbox.num_given == 8
+    consumer.dequeue(6)
+    assert next(messages).credit.num_batches == 2
+    consumer.dequeue(2)
+    assert next(messages).credit.num_batches == 2
+    assert outbox.num_given == 12
+
+
 def test_closing_ends_it() -> None:
     outbox = Outbox("abc", 0)
     wakes: list[bool] = []
