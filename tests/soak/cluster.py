@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.conftest import Daemon, to_toml
 from tests.object_server.process import ObjectServerProcess, object_server
@@ -247,6 +248,13 @@ class Cluster:
             "abandoned_bytes": status.memory_abandoned_bytes,
             "sessions": len(status.sessions),
         }
+
+    def take_checksums(self, number: int, dataset: str) -> None:
+        """Does what `gyre index --checksums` does at a daemon."""
+        with Connection(parse_address(self.daemons[number].address)) as connection:
+            reference = pb.DatasetRef(name=dataset)
+            for _ in connection.index(reference, with_checksums=True):
+                pass
 
     def memory_bytes(self, number: int) -> int:
         """Returns a daemon's memory without mapped files."""

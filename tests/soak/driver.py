@@ -10,11 +10,12 @@ from gyre_client import Loader
 from tests.soak.cluster import BUDGET_BYTES, CACHE_BYTES, Cluster
 from tests.soak.faults import Fault, in_turns, usable
 from tests.soak.history import DRIVER, Writer
-from tests.soak.plan import DATASETS, Job
+from tests.soak.plan import DATASETS, LOCAL, Job
 
 _LONGEST_PAUSE_S = 2.0  # between two faults
 _WARM_UP_BATCHES = 40
 _WARM_UP_S = 240.0
+_FILES_CLOSE_S = 32.0  # the daemon closes the files of an earlier index 30 s after the last read
 
 Tell = Callable[[str], None]
 
@@ -53,6 +54,7 @@ def run(
         cluster.wait_for_batches()
         _trouble(cluster, draw, history, seconds, tell)
         cluster.finish()
+        time.sleep(_FILES_CLOSE_S)
         for number in range(len(cluster.daemons)):
             history.write("idle", **cluster.state_of(number))
         for number, daemon in enumerate(cluster.daemons):
@@ -102,3 +104,5 @@ def _warm_up(cluster: Cluster, number: int) -> None:
             batches = loader.stream()
             for _ in range(_WARM_UP_BATCHES):
                 next(batches)
+        if dataset in LOCAL:
+            cluster.take_checksums(number, dataset)

@@ -116,7 +116,7 @@ def _kill(process: psutil.Process) -> None:
 @contextmanager
 def shard_truncated(cluster: Cluster, draw: Random, note: Note) -> Iterator[str]:
     path = _a_shard(cluster, draw)
-    with _put_back(path):
+    with _put_back(cluster, path):
         os.truncate(path, draw.randrange(path.stat().st_size))
         yield path.name
 
@@ -125,7 +125,7 @@ def shard_truncated(cluster: Cluster, draw: Random, note: Note) -> Iterator[str]
 def shard_replaced(cluster: Cluster, draw: Random, note: Note) -> Iterator[str]:
     """Other bytes of the same size, as a new file."""
     path = _a_shard(cluster, draw)
-    with _put_back(path):
+    with _put_back(cluster, path):
         other = path.with_name(f"{path.name}.new")
         other.write_bytes(draw.randbytes(path.stat().st_size))
         other.replace(path)
@@ -135,7 +135,7 @@ def shard_replaced(cluster: Cluster, draw: Random, note: Note) -> Iterator[str]:
 @contextmanager
 def shard_removed(cluster: Cluster, draw: Random, note: Note) -> Iterator[str]:
     path = _a_shard(cluster, draw)
-    with _put_back(path):
+    with _put_back(cluster, path):
         path.unlink()
         yield path.name
 
@@ -145,14 +145,16 @@ def _a_shard(cluster: Cluster, draw: Random) -> Path:
 
 
 @contextmanager
-def _put_back(path: Path) -> Iterator[None]:
-    """Restores a shard with its bytes and times, as `cp -p` from a backup does."""
+def _put_back(cluster: Cluster, path: Path) -> Iterator[None]:
+    """Restores a shard as `cp -p` from a backup does, and indexes it as its error asks for."""
     aside = path.parent.with_name(f"{path.name}.aside")
     shutil.copy2(path, aside)
     try:
         yield
     finally:
         aside.replace(path)
+    for number in range(len(cluster.daemons)):
+        cluster.take_checksums(number, path.parent.name)
 
 
 @contextmanager

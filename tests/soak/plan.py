@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-DATASETS = ("tokens", "tars", "objects")
+LOCAL = ("tokens", "tars")  # named as their folders are
+DATASETS = (*LOCAL, "objects")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import webdataset
 from gyre_client import Loader
@@ -16,6 +17,7 @@ from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample
 
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import until
 
 NUM_SHARDS, NUM_SAMPLES, SAMPLE_BYTES = 3, 40, 3000
 
@@ -195,3 +197,18 @@ def test_a_touched_shard_without_checksums_is_refused_with_the_reason(
         read(daemon)
     assert main(["index", "set", "--address", daemon.address]) == 0
     assert read(daemon) == ALL
+
+
+def test_files_of_an_earlier_index_are_closed(daemon: Daemon, folder: Path) -> None:
+    """Once no session reads them, however often the dataset is indexed."""
+    assert daemon.process
+    process = psutil.Process(daemon.process.pid)
+    shutil.copy2(folder.parent / "backup" / "1.tar", folder / "1.tar")
+    read(daemon)
+    before = process.num_fds()
+    for _ in range(4):
+        shutil.copy2(folder.parent / "backup" / "1.tar", folder / "1.tar")
+        assert main(["index", "set", "--checksums", "--address", daemon.address]) == 0
+        read(daemon)
+    assert main(["index", "set", "--checksums", "--address", daemon.address]) == 0
+    until(lambda: process.num_fds() <= before)

@@ -360,9 +360,14 @@ class Catalog:
         return replace(dataset, what_changed=changed_since)
 
     def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
-        """Keep a dataset, unless its definition was replaced while it was being opened."""
+        """Keep a dataset, unless its definition was replaced while it was being opened.
+
+        The files of the one before are closed once no session reads them.
+        """
         kept = self.datasets.get(name, config)
         if replace(kept, pack=None) == replace(config, pack=None):
+            if name in self._open:
+                self._opener.expire_files()
             self._open[name] = dataset
         return dataset
 
