@@ -27,6 +27,7 @@ from benchmarks.loader.data import write_tokens
 from benchmarks.loader.processes import Memory, family, load_average
 
 NUM_TARS, SAMPLES_PER_TAR, IDLE_S = 1000, 10, 5.0
+MARK = "GYRE_BENCHMARK_START"  # in the environment of a start's processes
 REPOSITORY = Path(__file__).parents[3]
 ROOTS = ("client", "daemon", "protos", "common", ".")
 
@@ -48,14 +49,13 @@ def start(uri: str, options: dict[str, object]) -> dict[str, float]:
     """Read the first batch in this process, and return its cost."""
     from gyre_client import Loader  # noqa: PLC0415
 
+    os.environ[MARK] = str(os.getpid())
     own_before, began = time.process_time(), time.perf_counter()
     loader = Loader(uri, batch_size=16, **options)  # type: ignore[arg-type]
     batch = next(loader)
     elapsed_s, own_s = time.perf_counter() - began, time.process_time() - own_before
     assert batch
-    private = loader._place.target.private
-    assert private
-    pids = family(daemon_pid(loader))
+    pids = family(daemon_pid())
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # the process that started the daemon
     used_s = ended.ru_utime + ended.ru_stime
     used_s += sum(sum(psutil.Process(pid).cpu_times()) for pid in pids)  # ended children too
@@ -75,14 +75,12 @@ def start(uri: str, options: dict[str, object]) -> dict[str, float]:
     }
 
 
-def daemon_pid(loader: object) -> int:
-    """The private daemon's first process, by its socket's folder."""
-    address = loader._place.target.address.text  # type: ignore[attr-defined]
-    folder = str(Path(address.removeprefix("unix:")).parent)
+def daemon_pid() -> int:
+    """The private daemon's first process, by what it inherited from this one."""
     found = [
         each.pid
-        for each in psutil.process_iter(["cmdline"])
-        if folder in (each.info["cmdline"] or []) and "serve" in each.info["cmdline"]
+        for each in psutil.process_iter(["environ"])
+        if (each.info["environ"] or {}).get(MARK) == str(os.getpid()) and each.pid != os.getpid()
     ]
     parents = {pid: psutil.Process(pid).ppid() for pid in found}
     return next(pid for pid, parent in parents.items() if parent not in parents)
