@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import shtab
 import uvloop
 from gyre_protos.text import counted, printable
 
@@ -67,7 +66,8 @@ _FLAG_KEYS = (
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits 2 for a configuration that cannot be used."""
-    parsed = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parsed = _parser(with_completion=arguments[:1] != ["serve"]).parse_args(arguments)
     try:
         sys.exit(parsed.run(parsed))
     except ConfigError as error:
@@ -75,12 +75,15 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, with_completion: bool = True) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gyred", description="One loader daemon per node for all its training jobs."
     )
     parser.add_argument("--version", action="version", version=f"gyred {__version__}")
-    shtab.add_argument_to(parser)
+    if with_completion:
+        import shtab  # noqa: PLC0415  # its imports are a twentieth of a start
+
+        shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:

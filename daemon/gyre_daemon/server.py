@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -29,8 +30,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
-from gyre_daemon.monitoring.http_ports import HttpPort, Probes, metrics_application
-from gyre_daemon.monitoring.metrics import OTHERS, Census, Metrics, MountGauges, new_registry
+from gyre_daemon.monitoring.metrics import OTHERS, Census, Metrics, MountGauges
 from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.events import AuditFile, log_event, native_lines_as_events
 from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
@@ -41,7 +41,7 @@ from gyre_daemon.runtime.listen import (
     parse_address,
     parse_http_address,
 )
-from gyre_daemon.runtime.liveness import LoopLag, notify, ping_watchdog
+from gyre_daemon.runtime.liveness import Application, LoopLag, Probes, notify, ping_watchdog
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
 from gyre_daemon.service.guard import (
     SERVER_OPTIONS,
@@ -59,6 +59,9 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.workers.copy_workers import CopyWorkers
 from gyre_daemon.workers.supervisor import start_spawner
+
+if TYPE_CHECKING:
+    from gyre_daemon.monitoring.http_ports import HttpPort
 
 # How often the sockets are checked, and so for how long nobody can connect at most. A check takes a
 # few system calls for each address.
@@ -235,7 +238,7 @@ async def serve(
         cleanup.callback(watching.cancel)
         ports = {}
         if probed := parse_http_address("health_listen", config.health_listen):
-            port = HttpPort("health_listen", probes.answer)
+            port = _http_port("health_listen", probes.answer)
             ports["health"] = port.start(probed)
             cleanup.callback(port.stop)
         await check_folders(config)
@@ -318,7 +321,7 @@ class _Daemon:
         self._sessions = SessionTable(resources, config.job_weights)
         self._policy = Policy(config)
         self._probes = probes
-        self._scrapes = HttpPort("metrics_listen", metrics_application(new_registry(self._census)))
+        self._scrapes: HttpPort | None = None
         self._credentials = Credentials.of(config)
         authenticator = Authenticator(self._credentials.tokens)
         self._connections = Connections()
@@ -352,6 +355,11 @@ class _Daemon:
             ports: bound ones, for the log.
         """
         if address := parse_http_address("metrics_listen", self._config.metrics_listen):
+            # a private daemon listens at no port, and starts without the libraries of one
+            from gyre_daemon.monitoring import families  # noqa: PLC0415
+
+            registry = families.new_registry(self._census)
+            self._scrapes = _http_port("metrics_listen", families.metrics_application(registry))
             ports = {"metrics": self._scrapes.start(address), **ports}
         facts = {
             "listen": await self._listen(addresses),
@@ -393,7 +401,8 @@ class _Daemon:
             await self._drain()
             for task in background:
                 task.cancel()
-        self._scrapes.stop()
+        if self._scrapes:
+            self._scrapes.stop()
         self._registry.files.close()
         await self._parts.close()
         log_event("stopped")
@@ -488,6 +497,13 @@ class _Daemon:
         states = health_pb2.HealthCheckResponse
         for service in ("", SERVICE_NAME):
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
+
+
+def _http_port(key: str, application: Application) -> "HttpPort":
+    """See `HttpPort`."""
+    from gyre_daemon.monitoring.http_ports import HttpPort  # noqa: PLC0415
+
+    return HttpPort(key, application)
 
 
 async def _audit_file(path: Path) -> AuditFile:

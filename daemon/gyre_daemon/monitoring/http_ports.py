@@ -2,28 +2,23 @@
 
 A thread accepts connections and others answer them, so neither a slow client nor an event loop that
 hangs holds up a request. The figures of metrics belong to the event loop, which hands them over for
-each scrape. Probes look at the event loop from outside.
+each scrape. Probes look at the event loop from outside; see `runtime/liveness.py`.
 """
 
 import contextlib
 import io
-import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from http import HTTPStatus
 from socketserver import TCPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import TcpAddress
-from gyre_daemon.runtime.liveness import LoopLag
+from gyre_daemon.runtime.liveness import Application
 
 # Each connection has a thread, so their number bounds the resources that strangers can take. A
 # connection whose request is not there after _TIMEOUT_S is closed, and one that takes no answer for
@@ -37,13 +32,6 @@ _MAX_REQUEST_BYTES = 128 << 10
 # Where `accept` fails, for want of descriptors as a rule, the client still waits in the backlog:
 # without a pause the thread would try again all the time.
 _ACCEPT_PAUSE_S = 1.0
-# An event loop hangs if it is late by this much. Busy ones are late by tenths of a second; three
-# probes in ten seconds each then wait as long as WatchdogSec of the systemd unit.
-_HANGS_AFTER_S = 10.0
-
-_Environment = dict[str, Any]
-_StartResponse = Callable[[str, list[tuple[str, str]]], object]
-Application = Callable[[_Environment, _StartResponse], Iterable[bytes]]
 
 
 class HttpPort:
@@ -85,64 +73,6 @@ class HttpPort:
         if self._server:
             self._server.stop()
             self._server = None
-
-
-class Probes:
-    """Answers to probes of a cluster's node or a load balancer.
-
-    `/-/healthy` fails where the event loop hangs: restart the daemon. `/-/ready` also fails while
-    the daemon starts, drains, or has lost a socket: send no job.
-
-    Attributes:
-        loop_lag: of the daemon's event loop.
-        why_not_ready: empty while the daemon serves.
-    """
-
-    def __init__(self, loop_lag: LoopLag) -> None:
-        """The daemon starts."""
-        self.loop_lag = loop_lag
-        self.why_not_ready = "starting"
-
-    def answer(self, environ: _Environment, start_response: _StartResponse) -> Iterable[bytes]:
-        """The WSGI application; in any thread."""
-        hung = "the event loop hangs" if self.loop_lag.late_s > _HANGS_AFTER_S else ""
-        problems = {
-            "/-/healthy": ("healthy", hung),
-            "/-/ready": ("ready", hung or self.why_not_ready),
-        }
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
-        if method not in ("GET", "HEAD"):
-            status, text = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD"
-            headers.append(("Allow", "GET, HEAD"))
-        elif path not in problems:
-            status, text = HTTPStatus.NOT_FOUND, "only /-/healthy and /-/ready"
-        else:
-            word, problem = problems[path]
-            status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
-            text = f"not {word}: {problem}" if problem else word
-        body = f"{text}\n".encode()
-        headers.append(("Content-Length", str(len(body))))
-        start_response(f"{status.value} {status.phrase}", headers)
-        return [] if method == "HEAD" else [body]
-
-
-def metrics_application(registry: CollectorRegistry) -> Application:
-    """prometheus-client's application, with a line in the log where it would print a traceback."""
-    application: Application = make_wsgi_app(registry)
-
-    def logged(environ: _Environment, start_response: _StartResponse) -> Iterable[bytes]:
-        try:
-            return application(environ, start_response)
-        except Exception as error:
-            log_event("scrape failed", {"error": repr(error)}, logging.ERROR)
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            start_response(
-                f"{status.value} {status.phrase}", [("Content-Type", "text/plain; charset=utf-8")]
-            )
-            return [b"the metrics could not be collected; see the daemon's log\n"]
-
-    return logged
 
 
 class _Server(ThreadingWSGIServer):

@@ -30,29 +30,16 @@ Near 1 the job is trainer-bound. Near 0 it waits for storage or for a processor,
 counters of its waiting tell apart.
 """
 
-import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, fields
 from operator import add, sub
 from typing import Any, Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-
 from gyre_daemon.errors import GyreError
-from gyre_daemon.runtime.liveness import BOUNDS_S, LoopLag
+from gyre_daemon.runtime.liveness import LoopLag
 
-_Family = CounterMetricFamily | GaugeMetricFamily
-
-_METRIC, _LABELS = "metric", "labels"  # keys of a field's metadata
+METRIC, LABELS = "metric", "labels"  # keys of a field's metadata
 
 
 def counter(name: str, text: str, **labels: str) -> Any:
@@ -63,12 +50,12 @@ def counter(name: str, text: str, **labels: str) -> Any:
         text: its meaning.
         labels: that tell fields of one name apart.
     """
-    return field(default=0, metadata={_METRIC: (CounterMetricFamily, name, text, labels)})
+    return field(default=0, metadata={METRIC: ("counter", name, text, labels)})
 
 
 def gauge(name: str, text: str, default: float = 0, **labels: str) -> Any:
     """A field with a present value; see `counter`."""
-    return field(default=default, metadata={_METRIC: (GaugeMetricFamily, name, text, labels)})
+    return field(default=default, metadata={METRIC: ("gauge", name, text, labels)})
 
 
 def labelled(*names: str, of: Any = None) -> Any:
@@ -79,39 +66,8 @@ def labelled(*names: str, of: Any = None) -> Any:
         of: `counter(...)` or `gauge(...)` if the values are numbers; otherwise they are
             dataclasses with metrics.
     """
-    metadata = {**(of.metadata if of else {}), _LABELS: names}
+    metadata = {**(of.metadata if of else {}), LABELS: names}
     return field(default_factory=dict, metadata=metadata)
-
-
-def families_of(values: object) -> list[_Family]:
-    """All metrics of a dataclass, in order of their first fields."""
-    families: dict[str, _Family] = {}
-    for (make, name, text, _), labels, value in _series(values, {}):
-        if name not in families:
-            families[name] = make(name, text, labels=list(labels))
-        families[name].add_metric(list(labels.values()), float(value))
-    return list(families.values())
-
-
-def _series(values: Any, labels: Mapping[str, str]) -> Iterator[tuple[Any, dict[str, str], Any]]:
-    for each in fields(values):
-        value, names = getattr(values, each.name), each.metadata.get(_LABELS)
-        if names is None:
-            yield from _of_value(each.metadata.get(_METRIC), value, labels)
-        else:
-            for key, of_key in value.items():
-                parts = key if isinstance(key, tuple) else (key,)
-                own = dict(zip(names, map(str, parts), strict=True))
-                yield from _of_value(each.metadata.get(_METRIC), of_key, {**labels, **own})
-
-
-def _of_value(
-    metric: Any, value: Any, labels: Mapping[str, str]
-) -> Iterator[tuple[Any, dict[str, str], Any]]:
-    if metric:
-        yield metric, {**labels, **metric[3]}, value
-    elif is_dataclass(value):
-        yield from _series(value, labels)
 
 
 # Weight of the past when a batch group is added, so that about ten groups count. With many more, it
@@ -619,9 +575,6 @@ def _family(kind: type[GyreError]) -> list[type[GyreError]]:
     return [kind, *(each for below in kind.__subclasses__() for each in _family(below))]
 
 
-_LOOP_DEADLINE_S = 5.0  # a loop later than this has worse trouble than a missing scrape
-
-
 @dataclass(frozen=True, slots=True)
 class Census:
     """The figures of a daemon at one moment, for its status and its metrics.
@@ -662,54 +615,3 @@ class Census:
         ),
     )
     loop_lag: LoopLag = field(default_factory=LoopLag)
-
-
-def families(census: Census) -> Iterator[Metric]:
-    """All metrics of a daemon except those of its process."""
-    yield InfoMetricFamily("gyre_build", "The version of Gyre.", {"version": census.version})
-    yield from families_of(census)
-    yield _loop_lag(census.loop_lag)
-
-
-def _loop_lag(lag: LoopLag) -> Metric:
-    bounds = [*map(str, BOUNDS_S), "+Inf"]
-    buckets = list(zip(bounds, [*lag.at_most, lag.num_timers], strict=True))
-    return HistogramMetricFamily(
-        "gyre_event_loop_lag_seconds",
-        "How late a timer of the daemon's event loop is.",
-        buckets,
-        lag.sum_s,
-    )
-
-
-class DaemonCollector(Collector):
-    """Collects a daemon's metrics; may be asked in any thread but that of the event loop."""
-
-    def __init__(self, take_census: Callable[[], Census]) -> None:
-        """Made on the event loop, which then takes each census."""
-        self._take_census = take_census
-        self._loop = asyncio.get_running_loop()
-
-    def collect(self) -> Iterable[Metric]:
-        """The families as of now.
-
-        Raises:
-            TimeoutError: the event loop did not answer in time.
-        """
-        taken = asyncio.run_coroutine_threadsafe(self._take(), self._loop)
-        return taken.result(_LOOP_DEADLINE_S)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not take a census."""
-        return []
-
-    async def _take(self) -> list[Metric]:
-        return list(families(self._take_census()))
-
-
-def new_registry(take_census: Callable[[], Census]) -> CollectorRegistry:
-    """The metrics of a daemon and of its process."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    registry.register(DaemonCollector(take_census))
-    return registry

@@ -1,4 +1,4 @@
-"""Whether the daemon is alive: the lag of its event loop, and messages to the service manager.
+"""Whether the daemon is alive: the lag of its event loop, probes, and messages to its manager.
 
 State lines go to the datagram socket that `NOTIFY_SOCKET` names.
 """
@@ -8,10 +8,20 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from itertools import accumulate
+from typing import Any
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _INTERVAL_S = 0.25  # shorter intervals find shorter delays and wake an idle daemon more often
+# An event loop hangs if it is late by this much. Busy ones are late by tenths of a second; three
+# probes in ten seconds each then wait as long as WatchdogSec of the systemd unit.
+_HANGS_AFTER_S = 10.0
+
+Environment = dict[str, Any]
+StartResponse = Callable[[str, list[tuple[str, str]]], object]
+Application = Callable[[Environment, StartResponse], Iterable[bytes]]
 
 
 class LoopLag:
@@ -51,6 +61,46 @@ class LoopLag:
             self._due_at = time.monotonic() + _INTERVAL_S
             await asyncio.sleep(_INTERVAL_S)
             self.note(time.monotonic() - self._due_at)
+
+
+class Probes:
+    """Answers to probes of a cluster's node or a load balancer.
+
+    `/-/healthy` fails where the event loop hangs: restart the daemon. `/-/ready` also fails while
+    the daemon starts, drains, or has lost a socket: send no job.
+
+    Attributes:
+        loop_lag: of the daemon's event loop.
+        why_not_ready: empty while the daemon serves.
+    """
+
+    def __init__(self, loop_lag: LoopLag) -> None:
+        """The daemon starts."""
+        self.loop_lag = loop_lag
+        self.why_not_ready = "starting"
+
+    def answer(self, environ: Environment, start_response: StartResponse) -> Iterable[bytes]:
+        """The WSGI application; in any thread."""
+        hung = "the event loop hangs" if self.loop_lag.late_s > _HANGS_AFTER_S else ""
+        problems = {
+            "/-/healthy": ("healthy", hung),
+            "/-/ready": ("ready", hung or self.why_not_ready),
+        }
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
+        if method not in ("GET", "HEAD"):
+            status, text = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD"
+            headers.append(("Allow", "GET, HEAD"))
+        elif path not in problems:
+            status, text = HTTPStatus.NOT_FOUND, "only /-/healthy and /-/ready"
+        else:
+            word, problem = problems[path]
+            status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
+            text = f"not {word}: {problem}" if problem else word
+        body = f"{text}\n".encode()
+        headers.append(("Content-Length", str(len(body))))
+        start_response(f"{status.value} {status.phrase}", headers)
+        return [] if method == "HEAD" else [body]
 
 
 def notify(state: str) -> None:

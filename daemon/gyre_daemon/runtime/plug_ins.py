@@ -8,18 +8,37 @@ import functools
 import pickle
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @functools.cache
-def included(group: str) -> Mapping[str, EntryPoint]:
+def included(group: str) -> "Mapping[str, EntryPoint]":
     """The entry points of a group in the daemon's own distribution, by name.
 
     They are enabled for everybody, and go before those of other packages. None is loaded.
     """
+    # most daemons need none of its imports, 10 ms
+    from importlib.metadata import distribution  # noqa: PLC0415
+
     return {entry.name: entry for entry in distribution("gyre-ml").entry_points.select(group=group)}
+
+
+def entry_points_of(group: str, name: str = "") -> "list[EntryPoint]":
+    """The entry points of a group in all distributions; those of one name, if it is given."""
+    from importlib.metadata import entry_points  # noqa: PLC0415  # see `included`
+
+    return [each for each in entry_points(group=group) if name in ("", each.name)]
+
+
+def entry_point(target: str, group: str) -> "EntryPoint":
+    """That of a class which no distribution declares; `MODULE:NAME` is its name, too."""
+    from importlib.metadata import EntryPoint  # noqa: PLC0415  # see `included`
+
+    return EntryPoint(target, target, group)
 
 
 class Origin(TypedDict):

@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from fsspec.registry import available_protocols
 from gyre_protos.text import counted, printable
 
 from gyre_daemon.errors import InvalidRequest, ShardMissing
@@ -317,6 +316,8 @@ _IPV6_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\](?=[:/]|$)")
 _PASSWORD = re.compile(r"[^/]*:[^/]*@")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"\?\S+")
+CLASS = "class"  # among the settings of a storage: the file of the class
+_ABSENT = "gyre_daemon.absent.Absent"  # where fsspec looks for a class that was not passed
 # Settings that say whose files a driver reads, and from where.
 _SERVER_KEYS = ("base_url", "host", "org", "port", "repo", "share", "user", "username")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -415,6 +416,31 @@ def _in_archive(scheme: str, members: str, url: str, text: str) -> Location:
     return Location(scheme, _expand_uri(whole), text)
 
 
+def allow_scheme(uri: str) -> None:
+    """Let datasets have the scheme of a script's file system.
+
+    Raises:
+        InvalidRequest: a driver reads this scheme.
+    """
+    from fsspec.registry import known_implementations  # noqa: PLC0415  # see `_has_driver`
+
+    scheme = uri.partition("://")[0].lower()
+    error = f"{scheme}:// is read by a class: pass storage="
+    known = known_implementations.setdefault(scheme, {"class": _ABSENT, "err": error})
+    if known["class"] != _ABSENT:
+        raise InvalidRequest(
+            f"storage: {scheme}:// has a driver already. Give the dataset another scheme, such as "
+            "my://"
+        )
+
+
+def _has_driver(scheme: str) -> bool:
+    # local data are read without fsspec, whose imports are a twentieth of a start
+    from fsspec.registry import available_protocols  # noqa: PLC0415
+
+    return scheme in available_protocols()
+
+
 def _check_url(scheme: str, rest: str) -> None:
     """Refuse URLs that no driver reads, or that the wrong one would."""
     if scheme == "memory":
@@ -429,7 +455,7 @@ def _check_url(scheme: str, rest: str) -> None:
             "or the members of an archive: `zip://MEMBERS::URL`, `tar://MEMBERS::URL`",
             {"scheme": scheme},
         )
-    if scheme not in available_protocols():
+    if scheme not in ("file", "local") and not _has_driver(scheme):
         raise InvalidRequest(
             f"unknown scheme `{scheme}://` in a dataset's URI: no fsspec driver of that name is "
             "installed where the daemon runs. Install its package there; a driver that a script "

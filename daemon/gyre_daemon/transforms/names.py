@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Collection, Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from gyre_daemon.errors import ConfigError, NotAllowed
-from gyre_daemon.runtime.plug_ins import included
+from gyre_daemon.runtime.plug_ins import entry_points_of, included
 from gyre_daemon.transforms.messages import Step
 
 GROUP = "gyre.transforms"
@@ -91,7 +90,7 @@ def _target(place: int, name: str, installed: Collection[str], allow_modules: bo
                 "or use a private daemon."
             )
         return name
-    found = {entry.value for entry in entry_points(group=GROUP, name=name)}
+    found = {entry.value for entry in entry_points_of(GROUP, name)}
     if found and name not in installed:
         fix = "Ask the operator to list it in `installed_transforms` of the daemon's configuration"
         if allow_modules:

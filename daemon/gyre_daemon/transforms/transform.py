@@ -103,7 +103,7 @@ class Transform(ABC):
         """
 
     @abstractmethod
-    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+    def apply(self, sample: Sample, rng: "np.random.Generator", out: Sample) -> None:
         """Make the outputs for one sample; `put` stores one.
 
         Args:

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from gyre_daemon.monitoring.families import new_registry
 from gyre_daemon.monitoring.metrics import (
     Census,
     JobKey,
@@ -13,7 +14,6 @@ from gyre_daemon.monitoring.metrics import (
     SessionGauges,
     SessionTotals,
     WindowTimes,
-    new_registry,
 )
 from gyre_daemon.runtime.liveness import BOUNDS_S, LoopLag
 from prometheus_client import generate_latest

@@ -8,14 +8,16 @@ format some files have.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gyre_daemon.config import parse_options
 from gyre_daemon.datasets.formats.base import Arrays, Format, ListedFormat, Probe, Scan
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.plug_ins import included, load_script_object
+from gyre_daemon.runtime.plug_ins import entry_point, entry_points_of, included, load_script_object
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def _never(_head: bytes) -> bool:
@@ -72,7 +74,7 @@ def included_formats() -> list[str]:
 
 def installed_names() -> list[str]:
     """The names of all formats that other packages declare; none of them is loaded."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)} - included(GROUP).keys())
+    return sorted({entry.name for entry in entry_points_of(GROUP)} - included(GROUP).keys())
 
 
 def installed_format(name: str) -> FormatEntry | None:
@@ -84,11 +86,11 @@ def installed_format(name: str) -> FormatEntry | None:
     if name.startswith("/"):
         return script_format(name)
     if ":" in name:
-        found = [EntryPoint(name, name, GROUP)]
+        found = [entry_point(name, GROUP)]
     elif name in included(GROUP):
         found = [included(GROUP)[name]]
     else:
-        found = list(entry_points(group=GROUP, name=name))
+        found = entry_points_of(GROUP, name)
     if not found:
         return None
     packages = sorted({_package(entry) for entry in found})
@@ -181,5 +183,5 @@ class _RunOfScript:
         return inspection.run(shard, file)
 
 
-def _package(entry: EntryPoint) -> str:
+def _package(entry: "EntryPoint") -> str:
     return entry.dist.name if entry.dist else entry.module

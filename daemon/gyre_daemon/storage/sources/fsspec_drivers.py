@@ -31,13 +31,13 @@ from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
-from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
 from gyre_daemon.errors import ConfigError, InvalidRequest
 from gyre_daemon.runtime.plug_ins import load_script_object
 from gyre_daemon.runtime.threads import DaemonThreads, LoopThreads
 from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.location import CLASS
 from gyre_daemon.storage.response import OnResponse, Response, SentRequest, response_from_error
 from gyre_daemon.storage.shard_files import StorageFile
 
@@ -67,9 +67,6 @@ _ANSWERS = (
 # Each driver keeps a directory of the archive, of some 3 KB for each member.
 _NUM_DRIVERS, _MAX_MEMBERS = 4, 100_000
 _BUFFER_BYTES = 128 << 10  # of the archive that one read asks for, at least
-
-CLASS = "class"  # among the settings of a storage: the file of the class
-_ABSENT = "gyre_daemon.absent.Absent"  # where fsspec looks for a class that was not passed
 
 
 class NotConnected(Exception):
@@ -469,22 +466,6 @@ def _driver(scheme: str, storage: Storage, loop: asyncio.AbstractEventLoop) -> A
             f"{name} has too many members (got {num_members}, at most {_MAX_MEMBERS}). Unpack it"
         )
     return driver
-
-
-def allow_scheme(uri: str) -> None:
-    """Let datasets have the scheme of a script's file system.
-
-    Raises:
-        InvalidRequest: a driver reads this scheme.
-    """
-    scheme = uri.partition("://")[0].lower()
-    error = f"{scheme}:// is read by a class: pass storage="
-    known = known_implementations.setdefault(scheme, {"class": _ABSENT, "err": error})
-    if known["class"] != _ABSENT:
-        raise InvalidRequest(
-            f"storage: {scheme}:// has a driver already. Give the dataset another scheme, such as "
-            "my://"
-        )
 
 
 def driver_of(scheme: str, settings: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -385,12 +385,6 @@ class HubClient:
         return error
 
 
-def cached_digest(file: Path) -> str:
-    """The digest by which the library's cache names a file; empty where it is no link of it."""
-    name = file.readlink().name if file.is_symlink() else ""
-    return name if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name) else ""
-
-
 def _reason(error: BaseException) -> str:
     while inner := error.__cause__ or error.__context__:
         error = inner

@@ -1,0 +1,135 @@
+"""A daemon's metrics as Prometheus and `gyre status` show them, from the fields of `metrics`.
+
+Prometheus' library is imported with the first reader of them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from gyre_daemon.monitoring.metrics import LABELS, METRIC, Census
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.liveness import (
+    BOUNDS_S,
+    Application,
+    Environment,
+    LoopLag,
+    StartResponse,
+)
+
+_Family = CounterMetricFamily | GaugeMetricFamily
+_KINDS: Mapping[str, type[_Family]] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+_LOOP_DEADLINE_S = 5.0  # a loop later than this has worse trouble than a missing scrape
+
+
+def families_of(values: object) -> list[_Family]:
+    """All metrics of a dataclass, in order of their first fields."""
+    families: dict[str, _Family] = {}
+    for (kind, name, text, _), labels, value in _series(values, {}):
+        if name not in families:
+            families[name] = _KINDS[kind](name, text, labels=list(labels))
+        families[name].add_metric(list(labels.values()), float(value))
+    return list(families.values())
+
+
+def _series(values: Any, labels: Mapping[str, str]) -> Iterator[tuple[Any, dict[str, str], Any]]:
+    for each in fields(values):
+        value, names = getattr(values, each.name), each.metadata.get(LABELS)
+        if names is None:
+            yield from _of_value(each.metadata.get(METRIC), value, labels)
+        else:
+            for key, of_key in value.items():
+                parts = key if isinstance(key, tuple) else (key,)
+                own = dict(zip(names, map(str, parts), strict=True))
+                yield from _of_value(each.metadata.get(METRIC), of_key, {**labels, **own})
+
+
+def _of_value(
+    metric: Any, value: Any, labels: Mapping[str, str]
+) -> Iterator[tuple[Any, dict[str, str], Any]]:
+    if metric:
+        yield metric, {**labels, **metric[3]}, value
+    elif is_dataclass(value):
+        yield from _series(value, labels)
+
+
+def families(census: Census) -> Iterator[Metric]:
+    """All metrics of a daemon except those of its process."""
+    yield InfoMetricFamily("gyre_build", "The version of Gyre.", {"version": census.version})
+    yield from families_of(census)
+    yield _loop_lag(census.loop_lag)
+
+
+def _loop_lag(lag: LoopLag) -> Metric:
+    bounds = [*map(str, BOUNDS_S), "+Inf"]
+    buckets = list(zip(bounds, [*lag.at_most, lag.num_timers], strict=True))
+    return HistogramMetricFamily(
+        "gyre_event_loop_lag_seconds",
+        "How late a timer of the daemon's event loop is.",
+        buckets,
+        lag.sum_s,
+    )
+
+
+class DaemonCollector(Collector):
+    """Collects a daemon's metrics; may be asked in any thread but that of the event loop."""
+
+    def __init__(self, take_census: Callable[[], Census]) -> None:
+        """Made on the event loop, which then takes each census."""
+        self._take_census = take_census
+        self._loop = asyncio.get_running_loop()
+
+    def collect(self) -> Iterable[Metric]:
+        """The families as of now.
+
+        Raises:
+            TimeoutError: the event loop did not answer in time.
+        """
+        taken = asyncio.run_coroutine_threadsafe(self._take(), self._loop)
+        return taken.result(_LOOP_DEADLINE_S)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering does not take a census."""
+        return []
+
+    async def _take(self) -> list[Metric]:
+        return list(families(self._take_census()))
+
+
+def new_registry(take_census: Callable[[], Census]) -> CollectorRegistry:
+    """The metrics of a daemon and of its process."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(DaemonCollector(take_census))
+    return registry
+
+
+def metrics_application(registry: CollectorRegistry) -> Application:
+    """prometheus-client's application, with a line in the log where it would print a traceback."""
+    application: Application = make_wsgi_app(registry)
+
+    def logged(environ: Environment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            return application(environ, start_response)
+        except Exception as error:
+            log_event("scrape failed", {"error": repr(error)}, logging.ERROR)
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            start_response(
+                f"{status.value} {status.phrase}", [("Content-Type", "text/plain; charset=utf-8")]
+            )
+            return [b"the metrics could not be collected; see the daemon's log\n"]
+
+    return logged
