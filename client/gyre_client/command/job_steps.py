@@ -153,14 +153,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--job", default="", help="a running job, with the weights that it was given")
 
     add = parser.add_argument_group("the cost of each order (--cost)").add_argument
-    about = "estimate requests, bytes, memory, shuffle quality and money"
+    about = "estimate requests, bytes, memory and shuffle quality"
     add("--cost", action="store_true", help=about)
     add("--epochs", type=int, default=1, help="how many epochs are read (1)")
     about = "of the node; as large as the data if absent"
     add("--cache", type=size_bytes, default=0, metavar="SIZE", help=about)
-    about = "of 1000 requests; no money is reckoned if absent"
-    add("--request-price", type=float, metavar="MONEY", help=about)
-    add("--egress-price", type=float, metavar="MONEY", help="of 10^9 bytes read")
 
 
 def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -231,8 +228,6 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
             order=_order(args, 1, "block"),
             num_epochs=whole("epochs", args.epochs, 1, MAX_UINT64),
             cache_bytes=whole("cache", args.cache, 0, MAX_UINT64),
-            price_per_1000_requests=args.request_price,
-            price_per_gb=args.egress_price,
         )
     )
     decodes = any(each.num_chunks_decoded for each in response.estimates)
@@ -248,7 +243,6 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "AMPLIFICATION",
         "MEMORY",
         *_QUALITY,
-        "MONEY",
     )
     rows = [
         (
@@ -262,7 +256,6 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
             f"{each.quality.displacement:.2f}",
             f"{each.quality.spread:.2f}",
             f"{each.quality.mixing:.2f}",
-            f"{each.money:,.2f}" if each.HasField("money") else "-",
         )
         for each in response.estimates
     ]

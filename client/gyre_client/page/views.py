@@ -355,13 +355,6 @@ def cost_request(dataset: str, values: Mapping[str, str]) -> pb.PlanCostRequest:
         if not text.isdecimal() or not least <= int(text[:20]) <= most:
             raise InvalidRequest(f"{name} is {text[:20]!r}; it must be {least} to {most}")
         numbers[name] = int(text)
-    prices: dict[str, float | None] = {"request_price": None, "egress_price": None}
-    for name in prices:
-        if text := values.get(name, ""):
-            try:
-                prices[name] = float(text)
-            except ValueError:
-                raise InvalidRequest(f"{name} is {text[:20]!r}; it must be a number") from None
     spec = order(
         numbers["batch_size"], 1, 0, "wrap", "block", numbers["io_block"], numbers["window"]
     )
@@ -370,8 +363,6 @@ def cost_request(dataset: str, values: Mapping[str, str]) -> pb.PlanCostRequest:
         order=spec,
         num_epochs=numbers["epochs"],
         cache_bytes=numbers["cache"],
-        price_per_1000_requests=prices["request_price"],
-        price_per_gb=prices["egress_price"],
     )
 
 

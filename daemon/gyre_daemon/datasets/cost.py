@@ -1,4 +1,4 @@
-"""Estimates what reading a dataset costs in each order: requests, bytes, memory, money and quality.
+"""Estimates what reading a dataset costs in each order: requests, bytes, memory and quality.
 
 Pure; no sample is read. Averages come from a few thousand samples and blocks, spread evenly over
 the dataset, so that a billion samples take no longer than a million. Requests follow the rules of
@@ -32,26 +32,6 @@ _MIN_SAMPLES_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True)
-class StoragePrices:
-    """The prices of a storage in any currency; None if one is not known.
-
-    Attributes:
-        per_1000_requests: for a thousand GET requests.
-        per_gb: for 10**9 bytes that leave it.
-    """
-
-    per_1000_requests: float | None = None
-    per_gb: float | None = None
-
-    def of(self, num_requests: int, num_bytes: int) -> float | None:
-        """The price of reading; None if neither price is known."""
-        if self.per_1000_requests is None and self.per_gb is None:
-            return None
-        requests = num_requests / 1e3 * (self.per_1000_requests or 0.0)
-        return requests + num_bytes / 1e9 * (self.per_gb or 0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class CostQuery:
     """The request for an estimate.
 
@@ -60,9 +40,8 @@ class CostQuery:
         num_epochs: how often the data is read.
         cache_bytes: of the node; 0 for a cache as large as the data.
         cache_block_bytes: about the size of the cache's blocks.
-        prices: of the storage.
-        is_local: whether a fast mount of this machine has the data and there are no prices, so that
-            a request costs next to nothing.
+        is_local: whether a fast mount of this machine has the data, so that a request costs next to
+            nothing.
         is_by_file: whether each sample is a file, so that a block takes a request for each sample.
         opens_files: whether each of these requests opens a file of a mount.
     """
@@ -71,7 +50,6 @@ class CostQuery:
     num_epochs: int
     cache_bytes: int
     cache_block_bytes: int
-    prices: StoragePrices
     is_local: bool
     is_by_file: bool = False
     opens_files: bool = False
@@ -89,7 +67,6 @@ class Estimate:
             decoded.
         memory_bytes: besides the prefetch window, which all orders need.
         quality: of the shuffle.
-        money: None if no price is known.
         num_chunks_decoded: in all epochs; 0 where samples are byte ranges of shards.
         num_bytes_decoded: of these chunks.
         num_opens: files that are opened in all epochs, each an operation on metadata; 0 where all
@@ -102,7 +79,6 @@ class Estimate:
     amplification: float
     memory_bytes: int
     quality: ShuffleQuality
-    money: float | None
     num_chunks_decoded: int = 0
     num_bytes_decoded: int = 0
     num_opens: int = 0
@@ -183,7 +159,6 @@ def _estimate_range_costs(
             num_bytes / max(served, 1),
             round(memory_bytes),
             quality,
-            query.prices.of(round(requests), round(num_bytes)),
             num_opens=round(requests) if query.opens_files else 0,
         )
 
@@ -246,9 +221,6 @@ def _recommend(
             f"this one shuffles only {quality:.2f} as well as a global shuffle."
         )
     fewer = f"{full.num_requests / max(block.num_requests, 1):,.0f} times fewer"
-    saved = ""
-    if full.money is not None and block.money is not None and block.money <= full.money:
-        saved = f", saves {full.money - block.money:,.2f} of {full.money:,.2f}"
     with_cache = ""
     if not query.cache_bytes and query.num_epochs > 1:
         with_cache = (
@@ -256,7 +228,7 @@ def _recommend(
             "each byte only once"
         )
     return (
-        f"Take `block`: it asks for {fewer} requests than `full`{saved}, and shuffles "
+        f"Take `block`: it asks for {fewer} requests than `full`, and shuffles "
         f"{quality:.2f} as well{with_cache}."
     )
 
@@ -340,7 +312,6 @@ def _estimate_chunk_costs(
             num_decoded * decoded / max(epochs * data_bytes, 1),
             round(memory_bytes),
             quality,
-            query.prices.of(num_requests, num_bytes),
             round(num_decoded),
             round(num_decoded * decoded),
         )

@@ -7,7 +7,7 @@ from typing import Any
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.config import DatasetConfig, PackConfig, parse_dataset, parse_pack
-from gyre_daemon.datasets.cost import CostQuery, StoragePrices
+from gyre_daemon.datasets.cost import CostQuery
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.errors import InvalidRequest
@@ -309,7 +309,7 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery
     """The question of an estimate.
 
     Raises:
-        InvalidRequest: as `to_order`; or a price is negative or not finite.
+        InvalidRequest: as `to_order`.
     """
     if message.num_epochs > MAX_EPOCHS:
         raise InvalidRequest(
@@ -318,9 +318,6 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery
     spec = pb.OrderSpec()
     spec.CopyFrom(message.order)
     spec.mode = pb.ORDER_MODE_BLOCK
-    prices = StoragePrices(
-        _to_price(message, "price_per_1000_requests"), _to_price(message, "price_per_gb")
-    )
     storage = dataset.storage
     first = storage.shards[0]
     files = first.table if isinstance(first, JoinedFiles) else None
@@ -330,17 +327,7 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery
         message.num_epochs or 1,
         message.cache_bytes,
         shared_block_bytes(dataset.storage.shards),
-        prices,
-        is_local=is_mounted and storage.is_node_local and prices == StoragePrices(),
+        is_local=is_mounted and storage.is_node_local,
         is_by_file=files is not None,
         opens_files=files is not None and is_mounted,
     )
-
-
-def _to_price(message: pb.PlanCostRequest, key: str) -> float | None:
-    if not message.HasField(key):  # type: ignore[arg-type]
-        return None
-    price: float = getattr(message, key)
-    if not 0 <= price < float("inf"):
-        raise InvalidRequest(f"a price must be a number of at least 0, but is {price}")
-    return price

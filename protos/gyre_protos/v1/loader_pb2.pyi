@@ -1282,16 +1282,10 @@ class PlanCostRequest(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     NUM_EPOCHS_FIELD_NUMBER: _builtins.int
     CACHE_BYTES_FIELD_NUMBER: _builtins.int
-    PRICE_PER_1000_REQUESTS_FIELD_NUMBER: _builtins.int
-    PRICE_PER_GB_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """0: 1"""
     cache_bytes: _builtins.int
     """of the node's cache; 0: as large as the data"""
-    price_per_1000_requests: _builtins.float
-    """In any currency; if both are absent, no cost in money is estimated."""
-    price_per_gb: _builtins.float
-    """of 10^9 bytes read"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
@@ -1305,21 +1299,12 @@ class PlanCostRequest(_message.Message):
         order: Global___OrderSpec | None = ...,
         num_epochs: _builtins.int = ...,
         cache_bytes: _builtins.int = ...,
-        price_per_1000_requests: _builtins.float | None = ...,
-        price_per_gb: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_1000_requests", b"_price_per_1000_requests", "_price_per_gb", b"_price_per_gb", "dataset", b"dataset", "order", b"order", "price_per_1000_requests", b"price_per_1000_requests", "price_per_gb", b"price_per_gb"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_1000_requests", b"_price_per_1000_requests", "_price_per_gb", b"_price_per_gb", "cache_bytes", b"cache_bytes", "dataset", b"dataset", "num_epochs", b"num_epochs", "order", b"order", "price_per_1000_requests", b"price_per_1000_requests", "price_per_gb", b"price_per_gb"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "dataset", b"dataset", "num_epochs", b"num_epochs", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__price_per_1000_requests: _TypeAlias = _typing.Literal["price_per_1000_requests"]  # noqa: Y015
-    _WhichOneofArgType__price_per_1000_requests: _TypeAlias = _typing.Literal["_price_per_1000_requests", b"_price_per_1000_requests"]  # noqa: Y015
-    _WhichOneofReturnType__price_per_gb: _TypeAlias = _typing.Literal["price_per_gb"]  # noqa: Y015
-    _WhichOneofArgType__price_per_gb: _TypeAlias = _typing.Literal["_price_per_gb", b"_price_per_gb"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__price_per_1000_requests) -> _WhichOneofReturnType__price_per_1000_requests | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__price_per_gb) -> _WhichOneofReturnType__price_per_gb | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanCostRequest: _TypeAlias = PlanCostRequest  # noqa: Y015
 
@@ -1366,7 +1351,6 @@ class CostEstimate(_message.Message):
     QUALITY_FIELD_NUMBER: _builtins.int
     IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
-    MONEY_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_DECODED_FIELD_NUMBER: _builtins.int
     NUM_BYTES_DECODED_FIELD_NUMBER: _builtins.int
     NUM_OPENS_FIELD_NUMBER: _builtins.int
@@ -1382,7 +1366,6 @@ class CostEstimate(_message.Message):
     """of the blocks of the window, or of the cache; the prefetch window comes on top"""
     io_block_bytes: _builtins.int
     window_blocks: _builtins.int
-    money: _builtins.float
     num_chunks_decoded: _builtins.int
     """in all epochs; 0 where samples are byte ranges of shards"""
     num_bytes_decoded: _builtins.int
@@ -1401,18 +1384,15 @@ class CostEstimate(_message.Message):
         quality: Global___ShuffleQuality | None = ...,
         io_block_bytes: _builtins.int = ...,
         window_blocks: _builtins.int = ...,
-        money: _builtins.float | None = ...,
         num_chunks_decoded: _builtins.int = ...,
         num_bytes_decoded: _builtins.int = ...,
         num_opens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "money", b"money", "quality", b"quality"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quality", b"quality"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_bytes_decoded", b"num_bytes_decoded", "num_chunks_decoded", b"num_chunks_decoded", "num_opens", b"num_opens", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "num_bytes", b"num_bytes", "num_bytes_decoded", b"num_bytes_decoded", "num_chunks_decoded", b"num_chunks_decoded", "num_opens", b"num_opens", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__money: _TypeAlias = _typing.Literal["money"]  # noqa: Y015
-    _WhichOneofArgType__money: _TypeAlias = _typing.Literal["_money", b"_money"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__money) -> _WhichOneofReturnType__money | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CostEstimate: _TypeAlias = CostEstimate  # noqa: Y015
 

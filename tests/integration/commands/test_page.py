@@ -257,8 +257,6 @@ def test_costs_and_bad_questions(page: Opened) -> None:
         "block",
         "full with the cache",
     ]
-    priced = page.ask("cost", daemon=0, dataset="numbers", **sliders, request_price="0.1")
-    assert priced["estimates"][0]["money"] > 0
     assert {each["name"] for each in page.ask("datasets", daemon=0)} == {"numbers", "texts"}
     for status, path in (
         (400, "api/cost?daemon=0&dataset=numbers&batch_size=0"),

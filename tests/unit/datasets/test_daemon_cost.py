@@ -7,7 +7,6 @@ import pytest
 from gyre_daemon.datasets.cost import (
     CostQuery,
     Estimate,
-    StoragePrices,
     estimate_costs,
     in_units,
 )
@@ -61,7 +60,6 @@ def question(
     io_block: int = MIB,
     epochs: int = 1,
     cache: int = 0,
-    prices: StoragePrices | None = None,
     *,
     window: int = 1024,
     cache_block: int = MIB,
@@ -72,7 +70,6 @@ def question(
         epochs,
         cache,
         cache_block,
-        prices or StoragePrices(),
         local,
     )
 
@@ -94,7 +91,6 @@ def test_samples_of_one_size() -> None:
         "no more than the data"
     )
     assert all(each.quality.worst > 0.95 for each in report.estimates)
-    assert all(each.money is None for each in report.estimates)
 
 
 def test_a_wide_dataset_takes_the_memory_of_its_window() -> None:
@@ -117,17 +113,6 @@ def test_the_cache_has_blocks_of_its_own() -> None:
     of = by_name(estimate_costs(tokens(204_800), question(cache_block=256 << 10)).estimates)
     assert of["full with the cache"].num_requests == 1600
     assert of["block"].num_requests == 400
-
-
-def test_money() -> None:
-    prices = StoragePrices(per_1000_requests=0.0004, per_gb=0.09)
-    of = by_name(estimate_costs(tokens(204_800), question(prices=prices)).estimates)
-    assert of["full"].money == pytest.approx(204.8 * 0.0004 + 400 * MIB / 1e9 * 0.09)
-    assert of["block"].money == pytest.approx(0.4 * 0.0004 + 400 * MIB / 1e9 * 0.09)
-    of = by_name(
-        estimate_costs(tokens(204_800), question(prices=StoragePrices(per_gb=0.09))).estimates
-    )
-    assert of["full"].money == of["block"].money == pytest.approx(400 * MIB / 1e9 * 0.09)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +164,6 @@ def test_a_billion_samples_are_estimated_from_a_few_thousand() -> None:
             tokens(10**6),
             question(window=8),
             "with a wider window than 8 blocks: this one shuffles only 0.0",
-        ),
-        (
-            tokens(10**9),
-            question(prices=StoragePrices(0.0004)),
-            "than `full`, saves 399.22 of 400.00, and shuffles",
         ),
     ],
 )

@@ -43,22 +43,6 @@ export function costView(root, page, values) {
       },
     },
   });
-  const price = el("input", {
-    type: "number",
-    min: 0,
-    step: "any",
-    placeholder: "0.0004",
-    "aria-label": "Price of 1,000 requests",
-    on: { input: ask_ },
-  });
-  const egress = el("input", {
-    type: "number",
-    min: 0,
-    step: "any",
-    placeholder: "0.09",
-    "aria-label": "Price of a GB read",
-    on: { input: ask_ },
-  });
   const sliders = SLIDERS.map(([name, title, steps, , words]) => {
     const says = el("output", {}, words(Number(chosen[name])));
     const range = el("input", {
@@ -89,8 +73,6 @@ export function costView(root, page, values) {
         { class: "row" },
         dataset,
         names,
-        el("label", {}, "1,000 requests cost ", price),
-        el("label", {}, "a GB costs ", egress),
       ),
       el("div", { class: "sliders" }, sliders),
     ),
@@ -115,8 +97,6 @@ export function costView(root, page, values) {
           ...chosen,
           daemon,
           dataset: dataset.value,
-          request_price: price.value,
-          egress_price: egress.value,
         }),
       );
     } catch (error) {
@@ -128,7 +108,6 @@ export function costView(root, page, values) {
 
   function draw(found) {
     const most = Math.max(...found.estimates.map((each) => each.num_bytes), 1),
-      hasMoney = found.estimates.some((each) => each.money !== null),
       decodes = found.estimates.some((each) => each.num_chunks_decoded),
       opens = found.estimates.some((each) => each.num_opens);
     const best = /Take `([^`]*)`( with the cache)?/.exec(found.recommendation),
@@ -158,7 +137,6 @@ export function costView(root, page, values) {
         each.quality.displacement.toFixed(2),
         each.quality.spread.toFixed(2),
         each.quality.mixing.toFixed(2),
-        ...(hasMoney ? [each.money === null ? "–" : short(each.money)] : []),
       ];
     });
     const heads = [
@@ -172,7 +150,6 @@ export function costView(root, page, values) {
       "#Displacement",
       "#Spread",
       "#Mixing",
-      ...(hasMoney ? ["#Money"] : []),
     ];
     body.replaceChildren(
       el(
