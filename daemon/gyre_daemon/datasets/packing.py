@@ -15,7 +15,7 @@ import numpy as np
 
 from gyre_daemon.config import PackConfig
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
-from gyre_daemon.datasets.mixing import SOURCE
+from gyre_daemon.datasets.formats.concat import SOURCE
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixture import MixedSource, Mixture
 from gyre_daemon.order.packing import PACKING_VERSION, PackRule, Sequences, pack_documents

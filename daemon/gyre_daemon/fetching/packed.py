@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import OFFSETS_SUFFIX, Extents, SampleIndex
-from gyre_daemon.datasets.mixing import SOURCE
+from gyre_daemon.datasets.formats.concat import SOURCE
 from gyre_daemon.datasets.packing import CU_SEQLENS, DOCUMENT_ID, LOSS_MASK, POSITION, Packed
 from gyre_daemon.fetching.layout import (
     ALIGNMENT_BYTES,

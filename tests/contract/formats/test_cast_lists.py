@@ -12,7 +12,7 @@ from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.filters import apply_filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
-from gyre_daemon.datasets.formats.union_index import with_fields
+from gyre_daemon.datasets.formats.concat import with_fields
 from gyre_daemon.errors import ConfigError
 
 from tests.contract.formats.chunk_contract import decode_all

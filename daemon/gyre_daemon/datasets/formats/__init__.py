@@ -2,7 +2,7 @@
 
 In: the names, sizes and bytes of shards. Out: a `SampleIndex`, which has the place and the fields
 of each sample. Everything here is pure. `base` defines the interface and shows how to write a
-format; `sample_table`, `chunk_index` and `union_index` have the indexes that formats share.
+format; `sample_table`, `chunk_index` and `concat` have the indexes that formats share.
 `known_formats`, outside this package, lists them.
 """
 

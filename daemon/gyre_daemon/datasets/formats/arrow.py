@@ -17,13 +17,13 @@ from gyre_daemon.datasets.formats.chunk_index import (
     check_chunks,
     num_rows,
 )
+from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.schemas import (
     ColumnOptions,
     Wanted,
     are_compressed,
     scan_version,
 )
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.storage.shard import Shard
 
 

@@ -28,6 +28,7 @@ from gyre_daemon.datasets.formats.base import (
     corrupt,
 )
 from gyre_daemon.datasets.formats.chunk_index import DamagedPart, num_samples
+from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.lines import pieces_of
 from gyre_daemon.datasets.formats.sample_table import (
     SampleTable,
@@ -36,7 +37,6 @@ from gyre_daemon.datasets.formats.sample_table import (
     json_of,
 )
 from gyre_daemon.datasets.formats.schemas import SchemaOptions, chosen_columns, common_schema
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 

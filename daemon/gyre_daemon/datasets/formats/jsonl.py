@@ -41,6 +41,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     lacking,
     num_rows,
 )
+from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.lines import (
     BLOCK,
     UTF8_MARK,
@@ -53,7 +54,6 @@ from gyre_daemon.datasets.formats.lines import (
     text_column,
 )
 from gyre_daemon.datasets.formats.schemas import SchemaOptions
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.datasets.formats.values import check_json, lone_surrogate, without_surrogates
 from gyre_daemon.datasets.formats.zstd import decompress, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample

@@ -36,6 +36,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
     num_samples,
 )
+from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.sample_table import (
     SampleTable,
     check_columns,
@@ -48,7 +49,6 @@ from gyre_daemon.datasets.formats.schemas import (
     chosen_columns,
     common_schema,
 )
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
 from gyre_daemon.datasets.formats.zstd import MAX_FRAME_BYTES, decompress, frames, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample

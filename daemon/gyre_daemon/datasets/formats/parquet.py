@@ -31,8 +31,8 @@ from gyre_daemon.datasets.formats.chunk_index import (
     lacking,
     num_rows,
 )
+from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.schemas import ColumnOptions, Wanted, scan_version
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import PositionedFile, Shard
 

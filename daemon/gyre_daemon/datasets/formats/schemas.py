@@ -2,7 +2,7 @@
 
 With `schema = "union"` a dataset has the columns of all its shards. A column whose numbers have
 different dtypes gets the smallest dtype that holds all of them; a shard without a column serves a
-default. See `union_index` for the index of such a dataset.
+default. See `concat` for the index of such a dataset.
 """
 
 import json

@@ -22,6 +22,7 @@ import numpy as np
 from gyre_daemon.config import DatasetConfig, MixtureConfig, PackConfig
 from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
+from gyre_daemon.datasets.formats.concat import MixedIndex, Source
 from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,
     load_previous,
@@ -34,7 +35,6 @@ from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.indexing.shards import IndexProgress, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.mixing import MixedIndex, Part
 from gyre_daemon.datasets.packing import pack
 from gyre_daemon.datasets.shard_worker import CheckMedia
 from gyre_daemon.datasets.sidecars import SidecarStore
@@ -487,9 +487,12 @@ class Mixtures:
 
 
 def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
-    parts = [Part(each, its.index, its.fields, its.source_names) for each, its in sources]
+    parts = [
+        Source(each, its.index, its.fields, len(its.storage.shards), its.source_names)
+        for each, its in sources
+    ]
     try:
-        index = MixedIndex(parts).with_shards([len(its.storage.shards) for _, its in sources])
+        index = MixedIndex(parts)
     except ConfigError as error:
         raise ConfigError(f"mixtures.{name}: {error}") from error
     first_ids = index.first_ids
@@ -517,7 +520,7 @@ def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
         num_left_out=sum(its.num_left_out for _, its in sources),
         drawing=tuple(name for _, its in sources for name in its.drawing),
         mixture=Mixture(mixed, phases, config.block, num_samples, shares),
-        source_names=tuple(name for part in parts for name in part.source_names),
+        source_names=tuple(name for part in parts for name in part.names),
     )
 
 

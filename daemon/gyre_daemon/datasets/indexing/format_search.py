@@ -19,9 +19,9 @@ import numpy as np
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, check_names, renamed
+from gyre_daemon.datasets.formats.concat import IndexedField
 from gyre_daemon.datasets.formats.installed import installed_names
 from gyre_daemon.datasets.formats.jsonl import has_records, may_be_array
-from gyre_daemon.datasets.formats.union_index import IndexedField
 from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.known_formats import FORMATS, SINGLE_FILES, make_format
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing

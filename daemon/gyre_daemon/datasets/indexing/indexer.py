@@ -36,7 +36,7 @@ from gyre_daemon.datasets.filters import apply_filter, asked_of, numbered
 from gyre_daemon.datasets.formats import FieldSpec, Format, ListedFormat, SampleIndex, shown_format
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
-from gyre_daemon.datasets.formats.union_index import (
+from gyre_daemon.datasets.formats.concat import (
     IndexedField,
     with_fields,
     with_folders,

@@ -18,7 +18,7 @@ from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
-from gyre_daemon.datasets.formats.union_index import with_fields, with_folders
+from gyre_daemon.datasets.formats.concat import with_fields, with_folders
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name

@@ -29,7 +29,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     corrupt,
 )
-from gyre_daemon.datasets.formats.union_index import IndexedField
+from gyre_daemon.datasets.formats.concat import IndexedField
 from gyre_daemon.datasets.indexing.changes import Change, ChecksumStore, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.indexing.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed, unpacked_name
