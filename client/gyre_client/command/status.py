@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -78,6 +78,7 @@ def to_plain(status: pb.DaemonStatus) -> dict[str, Any]:
 class _Row(NamedTuple):
     session: pb.SessionState
     rates: SessionRates | None
+    metrics: Mapping[str, float]
 
 
 class _Column(NamedTuple):
@@ -110,20 +111,37 @@ _COLUMNS = (
 )
 _MORE_COLUMNS = (
     _Column("USER", 0, lambda row: row.session.user),
-    _Column("READY", 0, lambda row: str(row.session.num_ready)),
     _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
-    _Column("HELD", 0, lambda row: str(row.session.num_held)),
     _Column("TRANSFORMS", 0, lambda row: ", ".join(row.session.transforms) or _UNKNOWN),
     _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
-    _Column("SUBSTITUTES", 0, lambda row: str(row.session.num_substitutes)),
-    _Column("STORAGE WAIT", 0, lambda row: duration(row.session.wait_storage_s)),
-    _Column("PROCESSOR WAIT", 0, lambda row: duration(row.session.wait_processor_s)),
-    _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
 )
 _PEER = _Column("PEER", 0, lambda row: _peer(row.session.reader))
 _FILLED = _Column("FILLED", 0, lambda row: _share(row.session, "filled"))
 _SPREAD = _Column("SPREAD", 0, lambda row: _share(row.session, "spread"))
 _SAMPLES = _Column("SAMPLES", 0, lambda row: _samples(row.session))
+
+
+def _metric_columns(sessions: Iterable[pb.SessionState]) -> list[_Column]:
+    """Returns a column for each metric that is not 0 in all sessions.
+
+    Integrals in batch-seconds are left out: the column WINDOW has the ratio of their growths.
+    """
+    names = {each.name: None for its in sessions for each in its.metrics if each.value}
+    return [_metric_column(name) for name in names if not name.endswith("_batch_seconds_total")]
+
+
+def _metric_column(name: str) -> _Column:
+    """Returns the column of a metric, whose name ends in its unit."""
+    head = name.removeprefix("gyre_job_").removesuffix("_total")
+    form: Callable[[float], str] = _number
+    for unit, of_unit in (("_seconds", duration), ("_bytes", size)):
+        if head.endswith(unit):
+            head, form = head.removesuffix(unit), of_unit
+    return _Column(head.replace("_", " ").upper(), 0, lambda row: form(row.metrics.get(name, 0.0)))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.15g}"
 
 
 def _peer(reader: pb.Reader) -> str:
@@ -145,7 +163,9 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
     """Returns the whole status, in lines no longer than `num_columns`."""
     parts = [facts(_daemon_facts(status), num_columns)]
     if status.sessions:
-        columns = [*_COLUMNS, *_MORE_COLUMNS]
+        metrics = _metric_columns(status.sessions)
+        shown = {each.name: each for each in (*_COLUMNS, *_MORE_COLUMNS, *metrics)}
+        columns = list(shown.values())  # a metric may be among the first already
         if any(session.reader.HasField("peer") for session in status.sessions):
             columns.append(_PEER)
         if any(session.stages for session in status.sessions):
@@ -174,7 +194,7 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         )
     counted_now = [each for each in status.metrics if each.value]
     if counted_now:
-        series = [(f"{each.value:,.15g}", each.name) for each in counted_now]
+        series = [(_number(each.value), each.name) for each in counted_now]
         parts.append(stacked(("VALUE", "METRIC"), series, 1, num_columns))
     return "\n\n".join(parts)
 
@@ -282,7 +302,10 @@ def _cells(status: pb.DaemonStatus, columns: Sequence[_Column]) -> list[list[str
     sessions = sorted(
         status.sessions, key=lambda each: (each.reader.job, each.reader.rank, each.reader.peer)
     )
-    rows = [_Row(session, session_rates(session)) for session in sessions]
+    rows = [
+        _Row(each, session_rates(each), {one.name: one.value for one in each.metrics})
+        for each in sessions
+    ]
     return [[column.read(row) for column in columns] for row in rows]
 
 

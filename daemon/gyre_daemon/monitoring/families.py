@@ -6,9 +6,7 @@ Prometheus' library is imported with the first reader of them.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from http import HTTPStatus
-from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import (
@@ -20,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gyre_daemon.monitoring.metrics import LABELS, METRIC, Census
+from gyre_daemon.monitoring.metrics import Census, readings
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.liveness import (
     BOUNDS_S,
@@ -38,32 +36,13 @@ _LOOP_DEADLINE_S = 5.0  # a loop later than this has worse trouble than a missin
 def families_of(values: object) -> list[_Family]:
     """All metrics of a dataclass, in order of their first fields."""
     families: dict[str, _Family] = {}
-    for (kind, name, text, _), labels, value in _series(values, {}):
-        if name not in families:
-            families[name] = _KINDS[kind](name, text, labels=list(labels))
-        families[name].add_metric(list(labels.values()), float(value))
+    for metric, labels, value in readings(values):
+        if metric.name not in families:
+            families[metric.name] = _KINDS[metric.kind](
+                metric.name, metric.meaning, labels=list(labels)
+            )
+        families[metric.name].add_metric(list(labels.values()), float(value))
     return list(families.values())
-
-
-def _series(values: Any, labels: Mapping[str, str]) -> Iterator[tuple[Any, dict[str, str], Any]]:
-    for each in fields(values):
-        value, names = getattr(values, each.name), each.metadata.get(LABELS)
-        if names is None:
-            yield from _of_value(each.metadata.get(METRIC), value, labels)
-        else:
-            for key, of_key in value.items():
-                parts = key if isinstance(key, tuple) else (key,)
-                own = dict(zip(names, map(str, parts), strict=True))
-                yield from _of_value(each.metadata.get(METRIC), of_key, {**labels, **own})
-
-
-def _of_value(
-    metric: Any, value: Any, labels: Mapping[str, str]
-) -> Iterator[tuple[Any, dict[str, str], Any]]:
-    if metric:
-        yield metric, {**labels, **metric[3]}, value
-    elif is_dataclass(value):
-        yield from _series(value, labels)
 
 
 def families(census: Census) -> Iterator[Metric]:

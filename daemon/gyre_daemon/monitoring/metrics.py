@@ -15,9 +15,9 @@ client reports now and then how many batches its trainer has taken. Between two 
 ten seconds apart, the rate is exact.
 
 A metric is two lines: a field here and the line that counts. Prometheus and `gyre status` get all
-of them from the fields. One that counts by job is a field of `SessionTotals`, which
-`SessionAccount.totals` fills. A field that is a dataclass
-brings its own metrics; one that is a mapping has a series for each key.
+of them from the fields, with name, meaning and labels; a name ends in its unit. One that counts by
+job is a field of `SessionTotals`, which `SessionAccount.totals` fills, or of `SessionGauges`. A
+field that is a dataclass brings its own metrics; one that is a mapping has a series for each key.
 
 Counters of a job are sums over its sessions, closed ones included, so that `rate()` works across a
 job's restarts. The occupancy of its prefetch window comes as two counters. The ratio of their rates
@@ -32,14 +32,23 @@ counters of its waiting tell apart.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from operator import add, sub
 from typing import Any, Literal, NamedTuple
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.liveness import LoopLag
 
-METRIC, LABELS = "metric", "labels"  # keys of a field's metadata
+_METRIC, _LABELS = "metric", "labels"  # keys of a field's metadata
+
+
+class Declared(NamedTuple):
+    """A metric as its field declares it; see `counter` and `gauge`."""
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    meaning: str
+    labels: Mapping[str, str]
 
 
 def counter(name: str, text: str, **labels: str) -> Any:
@@ -50,12 +59,12 @@ def counter(name: str, text: str, **labels: str) -> Any:
         text: its meaning.
         labels: that tell fields of one name apart.
     """
-    return field(default=0, metadata={METRIC: ("counter", name, text, labels)})
+    return field(default=0, metadata={_METRIC: Declared("counter", name, text, labels)})
 
 
 def gauge(name: str, text: str, default: float = 0, **labels: str) -> Any:
     """A field with a present value; see `counter`."""
-    return field(default=default, metadata={METRIC: ("gauge", name, text, labels)})
+    return field(default=default, metadata={_METRIC: Declared("gauge", name, text, labels)})
 
 
 def labelled(*names: str, of: Any = None) -> Any:
@@ -66,8 +75,57 @@ def labelled(*names: str, of: Any = None) -> Any:
         of: `counter(...)` or `gauge(...)` if the values are numbers; otherwise they are
             dataclasses with metrics.
     """
-    metadata = {**(of.metadata if of else {}), LABELS: names}
+    metadata = {**(of.metadata if of else {}), _LABELS: names}
     return field(default_factory=dict, metadata=metadata)
+
+
+class Series(NamedTuple):
+    """A metric with its labels, as `gyre status` shows it.
+
+    Attributes:
+        name: as Prometheus writes it: `gyre_errors_total{kind="CorruptSample"}`.
+        value: now.
+        meaning: of the metric.
+    """
+
+    name: str
+    value: float
+    meaning: str
+
+
+def series_of(*values: object) -> Iterator[Series]:
+    """All series of some dataclasses but those of jobs, whose sessions show them."""
+    for each in values:
+        for (kind, name, text, _), labels, value in readings(each):
+            if "job_name" not in labels:
+                total = "_total" if kind == "counter" else ""
+                pairs = ",".join(f'{key}="{label}"' for key, label in labels.items())
+                yield Series(f"{name}{total}{f'{{{pairs}}}' if pairs else ''}", float(value), text)
+
+
+def readings(
+    values: Any, labels: Mapping[str, str] | None = None
+) -> Iterator[tuple[Declared, dict[str, str], Any]]:
+    """All metrics of a dataclass as they were declared, each with its labels and its value."""
+    labels = labels or {}
+    for each in fields(values):
+        value, names = getattr(values, each.name), each.metadata.get(_LABELS)
+        if names is None:
+            yield from _of_value(each.metadata.get(_METRIC), value, labels)
+        else:
+            for key, of_key in value.items():
+                parts = key if isinstance(key, tuple) else (key,)
+                own = dict(zip(names, map(str, parts), strict=True))
+                yield from _of_value(each.metadata.get(_METRIC), of_key, {**labels, **own})
+
+
+def _of_value(
+    metric: Declared | None, value: Any, labels: Mapping[str, str]
+) -> Iterator[tuple[Declared, dict[str, str], Any]]:
+    if metric:
+        yield metric, {**labels, **metric.labels}, value
+    elif is_dataclass(value):
+        yield from readings(value, labels)
 
 
 # Weight of the past when a batch group is added, so that about ten groups count. With many more, it
@@ -249,7 +307,6 @@ class SessionGauges:
     """Present state of a session; the sum of two is that of both.
 
     Attributes:
-        num_sessions: how many it is the state of.
         num_ready: batches ready but not sent.
         num_held: batches that trainers were sent and have not released.
         window_batches: size of the prefetch window.
@@ -257,7 +314,6 @@ class SessionGauges:
         memory_limit_bytes: reserved for batches.
     """
 
-    num_sessions: int = gauge("gyre_job_sessions", "Sessions of a job: its ranks on this node.")
     num_ready: int = gauge("gyre_job_window_ready_batches", "Ready batches that were not sent.")
     num_held: int = gauge(
         "gyre_job_held_batches", "Batches that trainers have and did not release."
@@ -589,6 +645,7 @@ class Census:
         num_sessions: open ones.
         totals: of each job, since the daemon's start.
         jobs: of the same jobs, now.
+        num_job_sessions: open sessions of the same jobs.
         qualities: of the shuffle, by user, job and measure.
         loop_lag: of the event loop.
     """
@@ -607,6 +664,10 @@ class Census:
     num_sessions: int = gauge("gyre_sessions", "Open sessions.")
     totals: Mapping[JobKey, SessionTotals] = labelled("user", "job_name")
     jobs: Mapping[JobKey, SessionGauges] = labelled("user", "job_name")
+    num_job_sessions: Mapping[JobKey, int] = labelled(
+        *("user", "job_name"),
+        of=gauge("gyre_job_sessions", "Sessions of a job: its ranks on this node."),
+    )
     qualities: Mapping[tuple[str, str, str], float] = labelled(
         *("user", "job_name", "of"),
         of=gauge(

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.columns import Measuring
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
-from gyre_daemon.monitoring.metrics import Census, Lately, WindowTimes
+from gyre_daemon.monitoring.metrics import Census, Lately, WindowTimes, series_of
 from gyre_daemon.order.cursor import NUM_BEFORE
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.steps import SkippedSteps
@@ -242,6 +242,7 @@ def from_session(session: Session) -> pb.SessionState:
         stages=from_stages(session),
         lately=_from_lately(session.lately),
         filled=packed.efficiency if packed else None,
+        metrics=[pb.Metric(**each._asdict()) for each in series_of(totals, gauges)],
     )
 
 
@@ -297,21 +298,8 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         transform_cpu_s=counts.transforms.cpu_s,
         num_transform_workers_replaced=counts.transforms.num_replaced,
         cache=like(pb.CacheCount, counts.cache) if has_cache else None,
-        metrics=_metrics(census),
+        metrics=[pb.Metric(**each._asdict()) for each in series_of(census)],
     )
-
-
-def _metrics(census: Census) -> Iterator[pb.Metric]:
-    """The counters and gauges that are not of one job."""
-    # a private daemon starts without the libraries of its metrics
-    from gyre_daemon.monitoring.families import families  # noqa: PLC0415
-
-    for family in families(census):
-        for sample in family.samples:
-            if family.type in ("counter", "gauge") and "job_name" not in sample.labels:
-                labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
-                series = f"{sample.name}{{{labels}}}" if labels else sample.name
-                yield pb.Metric(name=series, value=sample.value, meaning=family.documentation)
 
 
 def from_measuring(measuring: Measuring) -> pb.MeasuringState:

@@ -442,7 +442,6 @@ class Session:
         has_memory = self.reserved_bytes and not self._ended
         arenas = self._streams.arenas_of(self.rank.consumer) if has_memory else None
         return SessionGauges(
-            num_sessions=1,
             num_ready=self.peer.num_ready,
             num_held=self.peer.num_held,
             window_batches=self.window_batches,

@@ -350,9 +350,11 @@ def take_census(
     by_job = [(job if with_names else OTHERS, session) for job, session in sessions.by_job()]
     totals = _totals(sessions, with_names=with_names)
     jobs = dict.fromkeys(totals, SessionGauges())  # without a session, zeros
+    num_sessions = dict.fromkeys(totals, 0)
     qualities: dict[JobKey, list[ShuffleQuality]] = {}
     for job, session in by_job:
         jobs[job] += session.gauges
+        num_sessions[job] += 1
         qualities.setdefault(job, []).append(session.quality)
     return Census(
         version=__version__,
@@ -364,6 +366,7 @@ def take_census(
         num_sessions=len(by_job),
         totals=totals,
         jobs=jobs,
+        num_job_sessions=num_sessions,
         qualities={
             (*job, of): value
             for job, each in qualities.items()

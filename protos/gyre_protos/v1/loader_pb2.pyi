@@ -2718,6 +2718,7 @@ class SessionState(_message.Message):
     SPREAD_FIELD_NUMBER: _builtins.int
     RESUME_STEP_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     """tells sessions apart; the session's id is a secret"""
@@ -2782,6 +2783,10 @@ class SessionState(_message.Message):
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
         """of the job, if its dataset grows"""
 
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Metric]:
+        """its part of all that Prometheus scrapes of its job"""
+
     def __init__(
         self,
         *,
@@ -2816,11 +2821,12 @@ class SessionState(_message.Message):
         spread: _builtins.float | None = ...,
         resume_step: _builtins.int = ...,
         cursor: _builtins.bytes = ...,
+        metrics: _abc.Iterable[Global___Metric] | None = ...,
         user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "filled", b"filled", "lately", b"lately", "quality", b"quality", "reader", b"reader", "spread", b"spread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "attached", b"attached", "credits", b"credits", "cursor", b"cursor", "dataset", b"dataset", "filled", b"filled", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "resume_step", b"resume_step", "spread", b"spread", "stages", b"stages", "trainer_waited_s", b"trainer_waited_s", "transforms", b"transforms", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "attached", b"attached", "credits", b"credits", "cursor", b"cursor", "dataset", b"dataset", "filled", b"filled", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "metrics", b"metrics", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "resume_step", b"resume_step", "spread", b"spread", "stages", b"stages", "trainer_waited_s", b"trainer_waited_s", "transforms", b"transforms", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__filled: _TypeAlias = _typing.Literal["filled"]  # noqa: Y015
     _WhichOneofArgType__filled: _TypeAlias = _typing.Literal["_filled", b"_filled"]  # noqa: Y015
@@ -3009,7 +3015,7 @@ class DaemonStatus(_message.Message):
 
     @_builtins.property
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Metric]:
-        """all that Prometheus scrapes but those of jobs and histograms; for operators"""
+        """all that Prometheus scrapes but histograms and those of jobs, which sessions have; for operators"""
 
     @_builtins.property
     def checkup(self) -> Global___Checkup:

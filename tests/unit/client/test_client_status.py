@@ -85,6 +85,17 @@ def test_peers_are_shown_where_there_are_some() -> None:
     assert "PEER" not in full_text(answer(alone), 300)
 
 
+def test_a_metric_of_sessions_is_a_column_in_the_unit_of_its_name() -> None:
+    first, second = session("a"), session("b", job="trial")
+    first.metrics.add(name="gyre_job_new_things_total", value=1234)
+    first.metrics.add(name="gyre_job_new_bytes", value=3 << 20)
+    first.metrics.add(name="gyre_job_old_things_total", value=0)
+    lines = full_text(answer(first, second), 300).splitlines()
+    assert lines[-3].split()[-3:] == ["NEW", "THINGS", "NEW"]
+    assert lines[-2].split()[-3:] == ["1,234", "3.0", "MiB"]
+    assert lines[-1].split()[-3:] == ["0", "0", "B"]
+
+
 def test_a_session_at_its_end_is_idle() -> None:
     found = session_rates(session(batches_per_s=1.0))
     assert found
@@ -122,6 +133,9 @@ def crowded() -> pb.DaemonStatus:
             num_hits=10**9, num_misses=10**9, num_joined=10**9, num_past=10**9, num_evicted=10**9
         )
     )
+    for each in status.sessions:
+        each.metrics.add(name="gyre_job_held_batches", value=10**9)
+        each.metrics.add(name="gyre_job_wait_for_processor_seconds_total", value=1e7)
     status.storage.add(
         scheme="s3",
         kind="read",
@@ -148,8 +162,9 @@ def test_a_status_fits_a_page_and_leaves_nothing_out(num_columns: int) -> None:
         "MEANING",
         "STARVED",
         "MEMORY",
-        "HELD",
-        "PROCESSOR WAIT",
+        "HELD BATCHES",
+        "WAIT FOR PROCESSOR",
+        "2777 h 46 min",
         "OUTCOME",
         "RETRIES LEFT",
         "MEDIAN READ",

@@ -1,9 +1,10 @@
 """The metrics of a daemon, read by the Prometheus library's own parsers."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
+from gyre_client.command.status import full_text
 from gyre_daemon.monitoring.families import new_registry
 from gyre_daemon.monitoring.metrics import (
     Census,
@@ -14,8 +15,12 @@ from gyre_daemon.monitoring.metrics import (
     SessionGauges,
     SessionTotals,
     WindowTimes,
+    counter,
+    series_of,
 )
 from gyre_daemon.runtime.liveness import BOUNDS_S, LoopLag
+from gyre_daemon.service.replies import from_census
+from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -50,9 +55,10 @@ CENSUS = Census(
         JobKey("uid:9", HOSTILE): SessionTotals(2, 400),
     },
     jobs={
-        TRAIN: SessionGauges(2, 3, 1, 8, 300, 600),
+        TRAIN: SessionGauges(3, 1, 8, 300, 600),
         JobKey("uid:9", HOSTILE): SessionGauges(),
     },
+    num_job_sessions={TRAIN: 2, JobKey("uid:9", HOSTILE): 0},
     loop_lag=late(-0.1, 0.0, 0.003, 0.0025, 100.0),
 )
 
@@ -119,6 +125,34 @@ def test_metrics_are_the_numbers_of_the_census() -> None:
     assert found["gyre_job_batches_sent_total", HOSTILE] == 2, "any name of a job is escaped"
     assert found["gyre_job_sessions", HOSTILE] == 0, "a job without a session keeps its counters"
     assert found["process_open_fds", ""] > 0
+
+
+@dataclass(slots=True)
+class _MoreCounts(Metrics):
+    num_new: int = counter("gyre_new_things", "Things that are new.")
+
+
+@dataclass(frozen=True, slots=True)
+class _MoreTotals(SessionTotals):
+    num_new: int = counter("gyre_job_new_things", "Things of a job that are new.")
+
+
+def test_a_declared_metric_is_scraped_and_in_the_status_of_any_client() -> None:
+    totals = _MoreTotals(num_new=1234)
+    census = replace(CENSUS, counts=_MoreCounts(num_new=56), totals={TRAIN: totals})
+    found = samples(rendered(census))
+    assert found["gyre_new_things_total", ""] == 56
+    assert found["gyre_job_new_things_total", "train"] == 1234
+    status = from_census(census, has_cache=False)
+    metrics = [pb.Metric(**each._asdict()) for each in series_of(totals)]
+    status.sessions.add(reader=pb.Reader(job="train"), metrics=metrics)
+    read = pb.DaemonStatus.FromString(status.SerializeToString())
+    text = full_text(read, 300)
+    assert "56  gyre_new_things_total" in text
+    assert "NEW THINGS" in text
+    assert "1,234" in text
+    assert not any("job_name" in each.name for each in read.metrics)
+    assert read.sessions[0].metrics[-1].meaning == "Things of a job that are new."
 
 
 def test_storage_requests_are_told_apart_by_kind_and_outcome() -> None:
