@@ -3,9 +3,11 @@
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from msgspec import Struct
 
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.checks import CorruptReports
@@ -42,8 +44,7 @@ from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetParts:
+class DatasetParts(Struct, frozen=True):
     """The parts of a daemon that open datasets."""
 
     catalog: Catalog

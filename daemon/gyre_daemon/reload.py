@@ -14,8 +14,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+
+from msgspec import Struct
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
@@ -30,8 +32,7 @@ from gyre_daemon.sessions.table import SessionTable
 _CHECKED_AT_ONCE = 200
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(Struct, frozen=True):
     """A configuration that was read, its changes, and its rules."""
 
     config: DaemonConfig

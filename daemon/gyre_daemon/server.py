@@ -12,7 +12,6 @@ import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+from msgspec import Struct
 
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Limits, Policy
@@ -174,8 +174,7 @@ _LAST_GRACE_S = 1.0
 _LOOK_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateFolder:
+class PrivateFolder(Struct, frozen=True):
     """The folder of a private daemon, which ends when no client has a lock on it.
 
     Each client holds a shared lock on the folder, and the kernel drops it however the client ends.

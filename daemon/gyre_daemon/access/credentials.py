@@ -20,11 +20,12 @@ import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from math import inf
 from pathlib import Path
+
+from msgspec import Struct
 
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.errors import ConfigError, NotAuthenticated, Overloaded
@@ -157,8 +158,7 @@ _MIN_CHARS, _MAX_CHARS = 32, 4096
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(Struct, frozen=True):
     name: str
     digest: bytes
     expires: float  # seconds since the epoch; infinity for never
@@ -294,8 +294,7 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
+class Credentials(Struct, frozen=True):
     """The files of the configuration that have to do with TLS and tokens.
 
     Attributes:

@@ -34,9 +34,10 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 
 from gyre_protos.text import counted
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gyre_daemon.config import DaemonConfig, LimitsConfig, UserLimits, sources_below
 from gyre_daemon.errors import ConfigError, NotAllowed, Overloaded
@@ -48,8 +49,7 @@ _MAX_GROUPS = 65536  # the kernel's NGROUPS_MAX
 _getsockopt = ctypes.CDLL(None, use_errno=True).getsockopt
 
 
-@dataclass(frozen=True, slots=True)
-class Principal:
+class Principal(Struct, frozen=True):
     """The identity of a caller: a user of this machine, or the holder of a credential.
 
     Sessions, limits and the audit log belong to `name`. Two callers with the same name may do the
@@ -188,8 +188,7 @@ _MAX_ID = 2**32 - 2  # the kernel's; one more stands for "no user"
 _WORDS = ("uid", "user", "group", "token", "certificate", "job")
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(Struct, frozen=True):
     """One list, parsed.
 
     Attributes:
@@ -580,8 +579,7 @@ class Limits:
             )
 
 
-@dataclass(slots=True)
-class Rates:
+class Rates(Struct):
     """How often each caller has called lately: a token bucket each."""
 
     clock: Callable[[], float] = time.monotonic

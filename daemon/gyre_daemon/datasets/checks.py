@@ -12,13 +12,15 @@ import json
 import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from gyre_protos.text import printable
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from gyre_daemon.datasets.dataset import shard_bounds
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
@@ -252,8 +254,7 @@ class SampleChecker:
         return await self._sidecars.load(key, local, check)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(Struct, frozen=True):
     """One run over a dataset; `bounds` has the first sample id of each shard, and N."""
 
     location: str
@@ -352,8 +353,7 @@ def _check(num_samples: int, arrays: Arrays) -> None:
     from_arrays(arrays, num_samples)
 
 
-@dataclass(frozen=True, slots=True)
-class CorruptRecord:
+class CorruptRecord(Struct, frozen=True):
     """One corrupt sample.
 
     Attributes:

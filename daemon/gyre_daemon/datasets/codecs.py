@@ -8,10 +8,10 @@ them are there.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.npy import parse_npy_header
@@ -33,8 +33,7 @@ _MAX_NPY_HEADER_BYTES = 1 << 16
 Finish = Callable[[FieldSpec, memoryview, memoryview], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
+class Codec(Struct, frozen=True):
     """How one kind of field is stored.
 
     `misfits` and `scratch_bytes` take two arrays, int64 [n]: the stored bytes of each sample, and

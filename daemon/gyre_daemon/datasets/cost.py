@@ -8,9 +8,10 @@ sample by sample.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
+from msgspec import Struct
 
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import Extents, SampleIndex
@@ -31,8 +32,7 @@ _NUM_SAMPLED = 4096
 _MIN_SAMPLES_PER_BLOCK = 4
 
 
-@dataclass(frozen=True, slots=True)
-class CostQuery:
+class CostQuery(Struct, frozen=True):
     """The request for an estimate.
 
     Attributes:
@@ -55,8 +55,7 @@ class CostQuery:
     opens_files: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Struct, frozen=True):
     """The cost of one order.
 
     Attributes:
@@ -84,8 +83,7 @@ class Estimate:
     num_opens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CostReport:
+class CostReport(Struct, frozen=True):
     """The estimates of all orders, and the recommended one in a sentence."""
 
     estimates: Sequence[Estimate]
@@ -93,8 +91,7 @@ class CostReport:
     num_bytes_served: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Averages:
+class _Averages(Struct, frozen=True):
     """The average samples and blocks of a dataset.
 
     Attributes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.packing import Packed
@@ -128,8 +129,7 @@ class Dataset:
         return sum(shard.size_bytes for shard in self.shards)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(Struct, frozen=True):
     """The first shards of a dataset, as a dataset of their own.
 
     Attributes:
@@ -143,8 +143,7 @@ class Prefix:
     fields: Sequence[FieldSpec]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRanges:
+class BlockRanges(Struct, frozen=True):
     """The range request of each of n blocks: bytes `[start, stop)` of a shard, int64 [n]."""
 
     shard: npt.NDArray[np.int64]

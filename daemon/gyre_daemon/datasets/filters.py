@@ -11,13 +11,14 @@ import ast
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 from gyre_protos.text import counted
+from msgspec import Struct
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, indexed_fields, stored_fields
@@ -56,8 +57,7 @@ _WHAT_THERE_IS = (
 _AT_ONCE = 1 << 16  # samples looked at together
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
+class _Samples(Struct, frozen=True):
     """An index's facts of n samples: int64 [n] lengths and [n] values by the names of fields."""
 
     lengths: Mapping[str, Values]
@@ -344,8 +344,7 @@ class Filtered(SampleIndex):
         return blocks_that_begin_at(np.unique(np.searchsorted(self._kept, first)))
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """The facts that a filter needs and the index of a dataset lacks.
 
     Attributes:
@@ -397,8 +396,7 @@ def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
                 yield from _names(child)
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(Struct, frozen=True):
     """The values of one stored field.
 
     Attributes:

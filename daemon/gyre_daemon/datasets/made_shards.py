@@ -10,11 +10,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from gyre_daemon.datasets.formats.chunk_index import Chunks
 from gyre_daemon.datasets.scanning import (
@@ -54,8 +55,7 @@ _MAX_PROCESSES = 8
 MAX_DECODE_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class CellReads:
+class CellReads(Struct, frozen=True):
     """n reads of at least one byte, each in one cell, whose cells are made together.
 
     Attributes:
@@ -67,8 +67,7 @@ class CellReads:
     reads: Reads
 
 
-@dataclass(frozen=True, slots=True)
-class CellMemory:
+class CellMemory(Struct, frozen=True):
     """The memory with the bytes of n reads.
 
     Attributes:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
+from msgspec import Struct
 
 from gyre_daemon.config import PackConfig
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
@@ -228,8 +229,7 @@ def _is_packable(spec: FieldSpec) -> bool:
     return is_flat and spec.codec in _PACKABLE and len(spec.forms) <= 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MixedSequences:
+class MixedSequences(Struct, frozen=True, eq=False):
     """The facts of packed sequences that come from several sources.
 
     Attributes:
@@ -253,8 +253,7 @@ class MixedSequences:
         return np.searchsorted(self.bounds, sequences, side="right") - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Counted:
+class _Counted(Struct, frozen=True):
     """So many sequences, for an order to go through."""
 
     num_samples: int

@@ -22,13 +22,13 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, Literal, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets import known_formats
 from gyre_daemon.datasets.codecs import check_field, has_checks
@@ -212,8 +212,7 @@ class _Windows(_Ranges):
         return window
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
+class Damage(Struct, frozen=True):
     """One damaged sample.
 
     Attributes:
@@ -263,8 +262,7 @@ def from_arrays(arrays: Arrays, num_samples: int) -> list[Damage]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFields:
+class ShardFields(Struct, frozen=True):
     """The fields of n samples of one shard that can be checked.
 
     Attributes:
@@ -382,8 +380,7 @@ def checkable(specs: Sequence[FieldSpec], *, with_media: bool) -> list[int]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRequest:
+class DecodeRequest(Struct, frozen=True):
     """One chunk to be decoded; called with the shard's name and the memory file, as a `Scan.run`.
 
     Attributes:

@@ -25,13 +25,13 @@ import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
@@ -157,8 +157,7 @@ def _digest(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class InFolder:
+class InFolder(Struct, frozen=True):
     """The place of a sidecar in a folder that belongs to the daemon's user or to root."""
 
     path: Path
@@ -187,8 +186,7 @@ class InFolder:
         _write(folder, self.path.name, data, 0o600)
 
 
-@dataclass(frozen=True, slots=True)
-class BesideShard:
+class BesideShard(Struct, frozen=True):
     """The place of a sidecar next to a local shard, with the shard's permissions to read."""
 
     file: LocalFile
@@ -246,8 +244,7 @@ def _write(folder: int, name: str, data: bytes, mode: int) -> None:
         os.close(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class SidecarKey:
+class SidecarKey(Struct, frozen=True):
     """The subject of a sidecar; it is valid for exactly this.
 
     Attributes:
@@ -274,8 +271,7 @@ class SidecarKey:
         return max(_ALWAYS_ALLOWED_BYTES, self.size_bytes * _PER_SHARD_BYTE)
 
 
-@dataclass(frozen=True, slots=True)
-class SidecarOf:
+class SidecarOf(Struct, frozen=True):
     """A shard whose sidecar is wanted; see `SidecarStore.load`."""
 
     key: SidecarKey

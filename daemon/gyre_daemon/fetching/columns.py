@@ -12,12 +12,13 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct, field
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks import CorruptRecord, CorruptReports, check_limit
@@ -52,7 +53,6 @@ _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Key = tuple[object, ...]
 
 
-@dataclass(slots=True)
 class Measuring(SharedWork[Any]):
     """The finding of one column of a dataset, or of the lengths that a chain gives its samples.
 
@@ -79,8 +79,7 @@ class Measuring(SharedWork[Any]):
         self.num_in_shard += num
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Struct, frozen=True):
     """The measured lengths of a dataset.
 
     Attributes:
@@ -92,8 +91,7 @@ class Measured:
     failures: list[CorruptRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True):
     """Samples of one shard, by their ids."""
 
     shard: int

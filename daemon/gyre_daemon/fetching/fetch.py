@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gyre_daemon.datasets.codecs import CODECS, Codec, first_unknown_id, unknown_id
 from gyre_daemon.datasets.dataset import Dataset
@@ -50,8 +51,7 @@ class Place(Protocol):
         """The owner of the memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """A batch group, laid out and not yet read.
 
     Attributes:
@@ -114,8 +114,7 @@ def packed_fetches(
     return fetches
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class BatchGroup:
+class BatchGroup(Struct, frozen=True, eq=False, weakref=True):
     """The batches of successive steps, complete and never changed again.
 
     Attributes:
@@ -147,8 +146,7 @@ class BatchGroup:
         return [self.slot.memory[offset : offset + batch.num_bytes] for batch, offset in pairs]
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
+class Ahead(Struct, frozen=True):
     """Tells a cache about the later reads of a job; see `Reads`.
 
     Attributes:
@@ -163,8 +161,7 @@ class Ahead:
 NOTHING_AHEAD = Ahead()
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(Struct, frozen=True):
     """n consecutive samples of a batch group with F stored fields, across its batches.
 
     Attributes:
@@ -226,8 +223,7 @@ class Samples:
             self.slot.memory[begin : begin + size] = bytes(size)
 
 
-@dataclass(frozen=True, slots=True)
-class Scratch:
+class Scratch(Struct, frozen=True):
     """Memory for stored bytes of one field that are not part of its tensor, such as a header.
 
     Attributes:
@@ -239,8 +235,7 @@ class Scratch:
     ends: Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class StoredField:
+class StoredField(Struct, frozen=True):
     """How a stored field lies in its shards.
 
     Attributes:
@@ -299,8 +294,7 @@ class StoredField:
 MAX_KEPT = 4096  # batch groups: some minutes of a busy daemon, in about 1 MiB
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTiming:
+class BatchTiming(Struct, frozen=True):
     """The record of the batches of steps `[first_step, stop_step)`, which were read together.
 
     Attributes:

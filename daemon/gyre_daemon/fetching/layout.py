@@ -8,11 +8,11 @@ batch group is several successive batches in one piece of memory.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.formats import (
     MASK,
@@ -33,8 +33,7 @@ _INT64, _BOOL = np.dtype("<i8"), np.dtype(np.bool_)
 _NO_VALUES: Mapping[str, npt.NDArray[np.generic]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True):
     """One tensor of a batch.
 
     Attributes:
@@ -55,8 +54,7 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLayout:
+class BatchLayout(Struct, frozen=True):
     """The place of each tensor in one batch of B samples with F stored fields.
 
     Attributes:
@@ -73,8 +71,7 @@ class BatchLayout:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class GroupLayout:
+class GroupLayout(Struct, frozen=True, dict=True):
     """The places of K batches in one piece of memory, each on separate pages.
 
     Attributes:

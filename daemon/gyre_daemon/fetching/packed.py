@@ -5,11 +5,11 @@ A batch of B sequences of L tokens has `sample_id` [B], the packed field [B, L],
 read straight into their places; all else is computed once they are there.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.formats import OFFSETS_SUFFIX, Extents, SampleIndex
 from gyre_daemon.datasets.formats.concat import SOURCE
@@ -30,8 +30,7 @@ from gyre_daemon.order.steps import BatchPlan, GroupPlan
 _PART_METADATA_BYTES, _BATCH_METADATA_BYTES = 96, 8192
 
 
-@dataclass(frozen=True, slots=True)
-class PackedRows:
+class PackedRows(Struct, frozen=True):
     """The parts of B sequences, or B samples that are not packed.
 
     Attributes:
@@ -84,8 +83,7 @@ def rows_of(packed: Packed, plan: GroupPlan) -> PackedRows:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Tokens(Struct, frozen=True):
     """The places of the tokens of one batch, counted from its beginning.
 
     Attributes:

@@ -9,11 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.formats import Extents, stored_fields
 from gyre_daemon.errors import CorruptSample, Overloaded
@@ -46,8 +46,7 @@ _MAX_GIVEN_UP = 1024
 _ROOM_FACTOR, _MIN_ROOM_BYTES = 4, 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
+class Staging(Struct, frozen=True):
     """Memory outside of arenas that fields are read into; see `Place`.
 
     Attributes:
@@ -77,8 +76,7 @@ class Staging:
         return nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class PortionPlan:
+class PortionPlan(Struct, frozen=True):
     """n samples, read together to be transformed or measured.
 
     Attributes:
@@ -113,8 +111,7 @@ class PortionPlan:
         return GroupPlan(self.urgency, self.sample_ids[None], None, self.draws.epochs[:1])
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPortion:
+class ReadPortion(Struct, frozen=True):
     """A portion whose stored fields lie in an exchange.
 
     Attributes:

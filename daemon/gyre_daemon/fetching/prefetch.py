@@ -6,12 +6,12 @@ A batch group is one batch, or several small ones, laid out in one slot and read
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import first_error
@@ -45,8 +45,7 @@ _MAX_COST_ON_LOOP = 1 << 16
 _MAX_BLOCKS_AHEAD = 64
 
 
-@dataclass(frozen=True, slots=True)
-class GroupResult:
+class GroupResult(Struct, frozen=True):
     """A batch group that was read.
 
     Attributes:
@@ -68,8 +67,7 @@ _Planned = tuple[tuple[Stage, ...], tuple[Phase, ...]]
 SpecKey = tuple[int, str, str, Order, CostRule | None, _Planned, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(Struct, frozen=True):
     """The request of a stream.
 
     Attributes:

@@ -13,11 +13,12 @@ import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.made_shards import CellMemory, CellReads, MadeStorage
@@ -76,8 +77,7 @@ def keep_records(
     return CachedRecords(records, shard.name, cache, block_map, RECORD_BLOCKS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
+class _Wish(Struct, frozen=True):
     """A record that somebody waits for; `claims` are those of all who do."""
 
     sample_id: int
@@ -220,8 +220,7 @@ def pieces_of(reads: Reads, starts: Int64Array) -> Reads:
     return pieces.nonempty()
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(Struct, frozen=True):
     """One source that was made: how it was transformed, and the result."""
 
     transformed: Dataset

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
+
+from msgspec import Struct, field
 
 from gyre_daemon.errors import Overloaded
 
@@ -26,8 +27,7 @@ Result = TypeVar("Result")
 Key = TypeVar("Key")
 
 
-@dataclass(slots=True)
-class SharedWork(Generic[Result]):
+class SharedWork(Struct, Generic[Result]):
     """The state of such work. A caller that no longer waits does not stop it.
 
     Attributes:

@@ -11,11 +11,11 @@ longest one; then the gaps are closed, so the batch is the same as with measured
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
@@ -31,8 +31,7 @@ from gyre_daemon.transforms.declared import TransformedDataset
 _Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class _Into:
+class _Into(Struct, frozen=True):
     """Where a portion goes.
 
     Attributes:

@@ -37,8 +37,9 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.memory.budget import Budget
@@ -231,8 +232,7 @@ def whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class Slot(Struct, frozen=True, eq=False):
     """The memory of one batch group.
 
     Attributes:

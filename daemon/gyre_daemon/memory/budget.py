@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gyre_daemon.errors import Overloaded
 
@@ -14,8 +15,7 @@ _NUM_NAMED = 3  # users in an error message
 _MAX_WAIT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(Struct, frozen=True):
     """The bytes that a user may still reserve.
 
     Attributes:

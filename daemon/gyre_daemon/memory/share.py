@@ -5,7 +5,7 @@ or the size of a batch decides; the session's share of the memory bounds it when
 A share never changes afterwards. Consumers of one stream have the window of the first one.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 _PAGE_BYTES = 4096
 
@@ -31,8 +31,7 @@ _SESSION_METADATA_BYTES = 256 << 10
 _GROUP_BYTES, _MAX_TOGETHER = 26 << 20, 256
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """The memory that a session reserves, and its division.
 
     Attributes:

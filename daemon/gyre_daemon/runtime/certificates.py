@@ -6,8 +6,9 @@ import os
 import ssl
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event
@@ -15,8 +16,7 @@ from gyre_daemon.runtime.events import log_event
 MAX_BYTES = 256 << 10  # a chain of certificates has some KiB
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
+class FileStamp(Struct, frozen=True):
     """Metadata that changes when a file is written or replaced."""
 
     device: int
@@ -86,8 +86,7 @@ def _check_private(found: os.stat_result, path: Path, setting: str) -> None:
         raise ConfigError(f"{setting}: others may use {path} (mode {mode:04o}): chmod 600 {path}")
 
 
-@dataclass(frozen=True, slots=True)
-class Certificates:
+class Certificates(Struct, frozen=True):
     """The certificates and key of a TLS server, in PEM.
 
     Attributes:

@@ -19,10 +19,11 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
+
+from msgspec import Struct, field
 
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
@@ -43,8 +44,7 @@ _UNLIMITED = 1 << 30
 _MAX_SHARDS = 32768  # half of the mappings that Linux allows a process
 
 
-@dataclass(frozen=True, slots=True)
-class DescriptorShares:
+class DescriptorShares(Struct, frozen=True):
     """How the descriptors of this process are divided.
 
     Attributes:
@@ -193,8 +193,7 @@ class Peer(NamedTuple):
         return cls(_plain(host), port)
 
 
-@dataclass(slots=True)
-class _Connection:
+class _Connection(Struct):
     """A connection that this process has accepted.
 
     Attributes:
@@ -220,8 +219,7 @@ class _Connection:
         return self.is_tcp and not self.is_proven and not self.num_calls
 
 
-@dataclass(slots=True)
-class _Calls:
+class _Calls(Struct):
     """The calls of one peer, perhaps before its connection was found."""
 
     is_proven: bool = False
@@ -229,8 +227,7 @@ class _Calls:
     last_used: float = 0.0
 
 
-@dataclass(slots=True)
-class Connections:
+class Connections(Struct):
     """The connections that gRPC has accepted at some addresses.
 
     Attributes:

@@ -16,8 +16,9 @@ import stat
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gyre_daemon.errors import (
     GyreError,
@@ -92,8 +93,7 @@ def file_error(name: str, error: OSError) -> GyreError:
     return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
+class Root(Struct, frozen=True):
     """A folder that the operator named; links on the way to it are followed.
 
     Attributes:
@@ -162,8 +162,7 @@ class Root:
             yield entries
 
 
-@dataclass(frozen=True, slots=True)
-class LocalFile:
+class LocalFile(Struct, frozen=True):
     """A file beneath a root.
 
     Attributes:

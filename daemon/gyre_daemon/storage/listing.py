@@ -11,12 +11,12 @@ import stat
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Literal
 
 import numpy as np
+from msgspec import Struct, field
 
 from gyre_daemon.errors import (
     GyreError,
@@ -280,8 +280,7 @@ def _is_odd(root: Root, name: str) -> bool:
         return (root.folder / name).is_symlink()
 
 
-@dataclass(slots=True)
-class _Found:
+class _Found(Struct):
     """The files found so far, in their order."""
 
     pieces: list[bytes] = field(default_factory=list)

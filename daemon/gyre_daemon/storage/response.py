@@ -7,11 +7,11 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from gyre_protos.text import printable
+from msgspec import Struct
 
 from gyre_daemon.errors import (
     CorruptSample,
@@ -76,8 +76,7 @@ _NO_LOGIN = ("AuthenticationException", "LogonFailure")  # of paramiko and smbpr
 Body = bytes | mmap.mmap  # of a mapping, all of it
 
 
-@dataclass(slots=True)
-class Response:
+class Response(Struct):
     """The response to one request.
 
     Attributes:

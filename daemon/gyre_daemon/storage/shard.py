@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.errors import CorruptSample
 
@@ -53,8 +54,7 @@ class Told(Protocol):
         """The time of the last change, in any of the usual forms."""
 
 
-@dataclass(frozen=True, slots=True)
-class Validators:
+class Validators(Struct, frozen=True):
     """The known facts of one version of an object; a text is empty where nothing was told.
 
     Attributes:
@@ -212,8 +212,7 @@ def changed(name: str) -> CorruptSample:
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
+class Texts(Struct, frozen=True):
     """n byte strings, back to back.
 
     Attributes:
@@ -260,8 +259,7 @@ class Texts:
         return np.diff(self.ends)
 
 
-@dataclass(frozen=True)
-class FileTable:
+class FileTable(Struct, frozen=True, dict=True):
     """The n files of a dataset.
 
     Attributes:

@@ -22,12 +22,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.workers.supervisor import ForkServer, Kind, Message, Process, send
@@ -38,8 +38,7 @@ Integers = npt.NDArray[np.int64]
 _LENGTHS = struct.Struct("<4q")  # of the columns
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
+class Ranges(Struct, frozen=True):
     """n ranges, none empty.
 
     `[start[i], start[i] + size[i])` of file `file[i]` goes to `target[i]` in an arena.

@@ -4,11 +4,11 @@ import asyncio
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.base import array_of
@@ -33,8 +33,7 @@ _CHECKSUMS_KIND = "checksums/1"
 _CHECKSUMS = "checksums"
 
 
-@dataclass(frozen=True, slots=True)
-class PreviousIndex:
+class PreviousIndex(Struct, frozen=True):
     """The records of a dataset from before it is indexed again.
 
     Attributes:

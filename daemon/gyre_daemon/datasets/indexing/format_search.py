@@ -9,12 +9,13 @@ import glob
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
 import numpy as np
+from msgspec import Struct
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat
@@ -52,8 +53,7 @@ _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _ONLY_FOLDERS = {"data", "train", "training", "val", "valid", "validation", "test"}
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFormat:
+class FoundFormat(Struct, frozen=True):
     """The result of a search.
 
     Attributes:
@@ -234,8 +234,7 @@ def pattern_of(shards: Sequence[str]) -> str:
     return glob.escape(prefix) + "*" if prefix and "{" not in prefix else "[!._]*"
 
 
-@dataclass(frozen=True, slots=True)
-class Nested:
+class Nested(Struct, frozen=True):
     """The place of shards in the folders of a folder.
 
     Attributes:
@@ -269,8 +268,7 @@ async def find_nested(
     return Nested(replace(location, paths=(f"{root}/**/[!._]*",)), root)
 
 
-@dataclass(frozen=True, slots=True)
-class Partitions:
+class Partitions(Struct, frozen=True):
     """The columns that the folders of a dataset's shards have.
 
     Attributes:

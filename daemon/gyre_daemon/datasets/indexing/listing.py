@@ -9,12 +9,13 @@ Python, which takes turns of it from all others as long. So a compute worker doe
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
@@ -220,8 +221,7 @@ async def _read_files(
     return texts
 
 
-@dataclass(frozen=True, slots=True)
-class FileListing:
+class FileListing(Struct, frozen=True):
     """The single files of a dataset; the `Format` of the one shard that they make.
 
     Attributes:

@@ -13,9 +13,11 @@ import json
 import os
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.dataset import Dataset
@@ -60,8 +62,7 @@ _LOADED_TOGETHER = 32
 _MAX_UNKEPT_SHARDS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedShard:
+class IndexedShard(Struct, frozen=True):
     """One more shard has its index.
 
     Attributes:
@@ -77,8 +78,7 @@ class IndexedShard:
     change: Change | None
 
 
-@dataclass(slots=True)
-class OpeningDataset:
+class OpeningDataset(Struct):
     """A dataset while its shards are being indexed.
 
     Attributes:
@@ -457,8 +457,7 @@ def _probe_key(location: str, shards: Sequence[Shard], version: str) -> SidecarK
     return SidecarKey(location, "all shards' headers", num_bytes, digest, version)
 
 
-@dataclass(frozen=True, slots=True)
-class IndexProgress:
+class IndexProgress(Struct, frozen=True):
     """One more shard of a dataset has its index.
 
     The last progress of a dataset also has the results for the whole dataset.

@@ -41,12 +41,12 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.ownership import is_ours, make_folder, open_ours
@@ -65,8 +65,7 @@ _SLABS, _MIN_SLAB_BYTES = 1024, 4 << 20
 PAGE_BYTES = mmap.PAGESIZE
 
 
-@dataclass(frozen=True)
-class BlockMap:
+class BlockMap(Struct, frozen=True, dict=True):
     """The M blocks of a dataset: ranges of shards, in their order.
 
     A read that begins in a block, before the next one begins, belongs to it.
@@ -247,8 +246,7 @@ _LAYOUT_VERSION = 1
 _DISK_BLOCK_BYTES = 512  # the unit of st_blocks
 
 
-@dataclass(slots=True, eq=False)
-class _Stored:
+class _Stored(Struct, eq=False):
     """One write of a block; a second write of the same block is another object."""
 
     digest: bytes
@@ -482,8 +480,7 @@ def _digest(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-@dataclass(slots=True)
-class DiskCache:
+class DiskCache(Struct):
     """A folder that belongs to this daemon until it is closed.
 
     Attributes:
@@ -496,7 +493,7 @@ class DiskCache:
     folder: Path
     limit_bytes: int
     unopened: dict[str, int]
-    _lock: int = field(repr=False)
+    _lock: int
 
     def close(self) -> None:
         """Release the folder for the next daemon; open mirrors stay readable."""

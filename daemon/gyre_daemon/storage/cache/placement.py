@@ -11,13 +11,13 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Generic, TypeVar
 from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.storage.base import NextUse, Reads, Storage
@@ -40,8 +40,7 @@ Held = TypeVar("Held")
 _MAX_LOOKUPS = 32
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(Struct):
     """A held key; `version` distinguishes its newest place in the heap from older ones."""
 
     num_bytes: int

@@ -17,7 +17,8 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.runtime.events import log_event
@@ -172,8 +173,7 @@ class RemoteStorage:
             pending.take(shared.request, pieces, data, error)
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class _SharedRequest:
+class _SharedRequest(Struct, eq=False):
     """A request, and the reads that wait for it."""
 
     key: _Key

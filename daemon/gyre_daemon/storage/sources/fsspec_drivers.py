@@ -25,13 +25,13 @@ import threading
 import time
 import zipfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
+from msgspec import Struct
 
 from gyre_daemon.errors import ConfigError, InvalidRequest
 from gyre_daemon.runtime.plug_ins import load_script_object
@@ -188,8 +188,7 @@ class DriverPool:
             self._close_idle()
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
+class _Names(Struct, frozen=True):
     """The paths that a driver has for URLs.
 
     Attributes:

@@ -15,7 +15,6 @@ import http.client
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from http.client import HTTPException
 from pathlib import Path
@@ -25,6 +24,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.utils import glob_translate
+from msgspec import Struct, field
 
 from gyre_daemon.errors import ConfigError, NotAllowed
 from gyre_daemon.runtime.threads import DaemonThreads
@@ -53,8 +53,7 @@ class Refused(Exception):
     """A redirect that is not followed; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class RedirectPolicy:
+class RedirectPolicy(Struct, frozen=True):
     """Which redirects are followed.
 
     Attributes:
@@ -129,8 +128,7 @@ def take_redirect_hosts(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     return rest, RedirectPolicy(frozenset(host.lower() for host in hosts))
 
 
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
+class HttpOptions(Struct, frozen=True):
     """How web servers and object storages are spoken to.
 
     Attributes:
@@ -334,8 +332,7 @@ class PlainSource:
         return self._hosts[where]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class _SignedTarget:
+class _SignedTarget(Struct, eq=False):
     """The beginning of each request for one object, up to its range; valid until `until`."""
 
     until: float

@@ -16,13 +16,14 @@ import importlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.utils import glob_translate
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import DaemonThreads
@@ -148,8 +149,7 @@ def library() -> Any:
     return hub
 
 
-@dataclass(frozen=True, slots=True)
-class HubPath:
+class HubPath(Struct, frozen=True):
     """The meaning of a path on the hub.
 
     Attributes:
@@ -546,7 +546,7 @@ class HubSource:
         return f"Authorization: Bearer {self._client.token}\r\n" if is_own else ""
 
 
-class _NoRedirects(RedirectPolicy):
+class _NoRedirects(RedirectPolicy, frozen=True):
     """Redirects are answers: they say where a file is."""
 
     def follow(self, url: str, location: str) -> str:

@@ -13,9 +13,10 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import SplitResult
+
+from msgspec import Struct
 
 from gyre_daemon.storage.response import (
     Body,
@@ -116,8 +117,7 @@ class ConnectionBudget:
         self._refused.pop(pool, None)
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class HttpGet:
+class HttpGet(Struct, eq=False):
     """One request; see `SentRequest`. Not sent yet when it is made.
 
     Attributes:
