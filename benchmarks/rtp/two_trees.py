@@ -2,12 +2,13 @@
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.rtp.two_trees /tmp/before [--ranks 2]
-        [--what default Llama Mixtral T5 "Llama, LoRA" Bert]
+        [--what default Llama Mixtral T5 "Llama, LoRA" Bert] [--width 1024] [--sequences 8]
 
 Each tree has ranks of its own, which live through the whole run. In each round the trees take
 turns, so both see the same load of the machine. A row is of the tiny modules of `host_cost` slice
 by slice ("gyre"), the same with its hops left out ("no hops") or as by default ("default"), or of a
-family of `models` slice by slice ("Llama", and "FSDP2 Llama" for its contender).
+family of `models` slice by slice ("Llama", and "FSDP2 Llama" for its contender), which has two
+layers of `--width` and `--sequences` of 64 tokens on each rank.
 Figures are of the ranks' mean: milliseconds of CPU time in the old tree, and the median ratio of
 the rounds, of the process and of the thread that computes. The last column is what the computing
 thread takes more than that of the plain model in the same tree, new to old; only the tiny modules
@@ -37,10 +38,12 @@ _STEPS_PER_TURN = 4
 _PACKAGES = ("client", "common", "daemon", "protos", "trainer")
 _PLAIN = "plain"
 _TIMEOUT = timedelta(minutes=10)
+_TOY_WIDTH, _TOY_SEQUENCES = 256, 2  # of `models`
+_WIDTHS = {"hidden_size", "intermediate_size", "n_embd", "d_model", "d_kv", "d_ff", "head_dim"}
 Took = tuple[float, float]  # milliseconds of a step: of the process, of the computing thread
 
 
-def _step_of(what: str) -> Callable[[], object]:
+def _step_of(what: str, num_sequences: int) -> Callable[[], object]:
     """A function that takes one step, with the code of the tree that this process imports."""
     from benchmarks.rtp import models, speed  # noqa: PLC0415  # in the parent, another tree's
     from benchmarks.rtp.contenders import Contender, How, build  # noqa: PLC0415
@@ -62,7 +65,7 @@ def _step_of(what: str) -> Callable[[], object]:
             else partial(cast("Any", models._rotated), **_every_size(models._rotated))
         )
         generator = torch.Generator().manual_seed(dist.get_rank())
-        rows = torch.randint(1, models._VOCABULARY, (2, 64), generator=generator)
+        rows = torch.randint(1, models._VOCABULARY, (num_sequences, 64), generator=generator)
         return models._Training(built(what.removeprefix("FSDP2 ")), rows).step
     device = torch.device("cpu")
     model = build(Contender(hows[what]), NARROW, speed.own_mesh(), device, fake=False)
@@ -79,13 +82,24 @@ def _step_of(what: str) -> Callable[[], object]:
     return step
 
 
+def _widen(width: int) -> None:
+    """Let all families of `models` have this width, and their other widths in proportion."""
+    from benchmarks.rtp import models  # noqa: PLC0415
+
+    for sizes in (models._COMMON, *models._SIZES.values()):
+        for name in _WIDTHS & sizes.keys():
+            sizes[name] = sizes[name] * width // _TOY_WIDTH
+
+
 def _every_size(build: Callable[..., object]) -> dict[str, int]:
     """The argument that lets small modules rotate, by its name in the tree."""
     names = inspect.signature(build).parameters
     return {name: 0 for name in ("min_numel", "bundle_numel") if name in names}
 
 
-def serve(rank: int, num_ranks: int, store: str, what: list[str]) -> None:
+def serve(
+    rank: int, num_ranks: int, width: int, num_sequences: int, store: str, what: list[str]
+) -> None:
     """Be a rank: take a turn for each line of the standard input, and print a step's times."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -93,9 +107,10 @@ def serve(rank: int, num_ranks: int, store: str, what: list[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=_TIMEOUT
     )
+    _widen(width)
     steps = {}
     for each in what:
-        steps[each] = _step_of(each)
+        steps[each] = _step_of(each, num_sequences)
         for _ in range(_NUM_WARM_UP_STEPS):
             steps[each]()
     print("ready", flush=True)
@@ -113,14 +128,14 @@ def serve(rank: int, num_ranks: int, store: str, what: list[str]) -> None:
 class Tree:
     """The ranks of one tree."""
 
-    def __init__(self, root: Path, num_ranks: int, store: Path, what: list[str]) -> None:
+    def __init__(self, root: Path, num_ranks: int, sizes: list[str], store: Path, what: list[str]):
         paths = [str(root), *(str(root / name) for name in _PACKAGES)]
         environment = os.environ | {"PYTHONPATH": ":".join(paths), "GLOO_SOCKET_IFNAME": "lo"}
         # -P: files next to this one must not be found before the tree
         command = [sys.executable, "-P", __file__, "--serve"]
         self.ranks = [
             subprocess.Popen(
-                [*command, str(rank), str(num_ranks), str(store), *what],
+                [*command, str(rank), str(num_ranks), *sizes, str(store), *what],
                 cwd=root,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -163,13 +178,15 @@ class Tree:
                 rank.wait(_TIMEOUT.total_seconds())
 
 
-def measure(roots: list[Path], num_ranks: int, num_rounds: int, what: list[str]) -> list[str]:
+def measure(
+    roots: list[Path], num_ranks: int, num_rounds: int, sizes: list[str], what: list[str]
+) -> list[str]:
     """The rows of the table."""
     turns = [_PLAIN, *what]
     found: dict[tuple[int, str], list[Took]] = {(i, each): [] for i in (0, 1) for each in turns}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trees = [
-            stack.enter_context(Tree(root, num_ranks, Path(folder, str(i)), turns).running())
+            stack.enter_context(Tree(root, num_ranks, sizes, Path(folder, str(i)), turns).running())
             for i, root in enumerate(roots)
         ]
         for tree in trees:
@@ -205,8 +222,8 @@ def _row(num_ranks: int, what: str, found: dict[tuple[int, str], list[Took]]) ->
 
 def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
-        rank, num_ranks, store, *what = sys.argv[2:]
-        serve(int(rank), int(num_ranks), store, what)
+        *numbers, store = sys.argv[2:7]
+        serve(*map(int, numbers), store, sys.argv[7:])  # type: ignore[call-arg, arg-type]
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -214,14 +231,17 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="the root of the other tree")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--width", type=int, default=_TOY_WIDTH)
+    parser.add_argument("--sequences", type=int, default=_TOY_SEQUENCES)
     parser.add_argument("--what", nargs="+", default=["gyre", "no hops", "default"])
     options = parser.parse_args()
     roots = [options.old.resolve(), Path(__file__).resolve().parents[2]]
+    sizes = [str(options.width), str(options.sequences)]
     print(f"load average {os.getloadavg()[0]:.1f}\n")
     print("| ranks | | CPU before, ms | CPU, new to old | computing thread | more than plain |")
     print("|---:|---|---:|---:|---:|---:|", flush=True)
     for num_ranks in options.ranks:
-        rows = measure(roots, num_ranks, options.rounds, options.what)
+        rows = measure(roots, num_ranks, options.rounds, sizes, options.what)
         print("\n".join(rows), flush=True)
     print(f"\nload average at the end {os.getloadavg()[0]:.1f}")
 

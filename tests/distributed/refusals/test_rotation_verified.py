@@ -1,5 +1,6 @@
 """What is verified: each mode by itself, modules of any size, values that are no numbers."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,6 +78,38 @@ def test_outputs_of_zero_tell_nothing_of_a_rule(ranks: StartRanks, recompute: Re
     for first, second, refused in ranks(2).run(told_where_the_last_layer_begins_as_zero, recompute):
         assert (first, second) == ("", "")
         assert "CountsWidth computes something else when it rotates: output 0 is off by" in refused
+
+
+class ReturnsZeros(MLP):
+    """Returns zeros next to its output, as T5's attention does."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x.new_zeros(x.shape)
+
+
+def modes_left(*, begins_as_zero: bool) -> list[int]:
+    """In how many modes the module is still to be checked after each call in training."""
+    torch.manual_seed(0)
+    mlp = ReturnsZeros(4, 8)
+    if begins_as_zero:
+        nn.init.zeros_(mlp.down.weight)
+    mlp, _ = rotated(mlp)
+    left = []
+    for _ in range(2):
+        mlp(torch.ones(2, 4))
+        left.append(len(mlp.unchecked_modes))
+        with torch.no_grad():
+            mlp.down.weight.add_(1)
+    return left
+
+
+@pytest.mark.parametrize(("begins_as_zero", "expected"), [(False, [1, 1]), (True, [2, 1])])
+def test_zeros_next_to_an_output_are_compared_once(
+    ranks: StartRanks, begins_as_zero: bool, expected: list[int]
+) -> None:
+    """Each comparison gathers a whole layer at a time, so it must come to an end."""
+    for left in ranks(2).run(partial(modes_left, begins_as_zero=begins_as_zero)):
+        assert left == expected
 
 
 LARGE = 2100  # with 1,024 outside, 4,300,800 parameters

@@ -2,7 +2,8 @@
 
 A rule may fit a module's shapes and not its code. So the first call in training, and the first in
 evaluation, is computed by slices and by whole layers. Zeros tell nothing, such as those of a last
-layer that begins as zero: the next call is compared, too.
+layer that begins as zero: the next call is compared, too. Zeros next to other outputs do, if no
+matrix is zero: T5's attention returns the positions' biases, which it may not have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
     Collective.
 
     Returns:
-        Whether the outputs tell of the rule: on some rank, none of them is zero throughout.
+        Whether the outputs tell of the rule, on some rank.
 
     Raises:
         RotationError: on every rank of the ring, where one sees a difference; the message names
@@ -101,10 +102,18 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
                 "slice does not have. Keep residuals, norms, activations and dropout after the "
                 "last layer outside of the rotated module"
             )
-    are_zero = refuse_together(rotation, reason, is_zero=not all(each.any() for each in expected))
+    are_zero = refuse_together(rotation, reason, is_zero=not _tell(rotation, expected))
     if reason:
         raise RotationError(reason)
     return not are_zero
+
+
+def _tell(rotation: Rotation, outputs: Sequence[Tensor]) -> bool:
+    """Whether none of the outputs is zero throughout, but for what the module's code gives."""
+    have_values = [bool(each.any()) for each in outputs]
+    shards = rotation.sharded.views(rotation.sharded.flat)
+    is_zero = any(each.dim() > 1 and each.numel() and not each.any() for each in shards)
+    return all(have_values) or (any(have_values) and not is_zero)
 
 
 def _whole_output(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -299,7 +299,10 @@ def takes_causal_loss(model: nn.Module) -> bool:
     head = _head_of(model)
     if not isinstance(head, RotatedModule | ReplicatedModule) or not isinstance(head, nn.Linear):
         return False
-    return not num_hooks_of(head) and not LibraryModel(model).problem
+    if num_hooks_of(head):
+        return False
+    known = _problems.get(model)  # which takes less than to look for the head again
+    return not (LibraryModel(model).problem if known is None else known)
 
 
 def note_all_logits(model: nn.Module) -> None:
