@@ -30,12 +30,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import rows
+from gyre_trainer.layers.linear import id_error, longest_of, rows
 from gyre_trainer.layers.quantized import is_quantized
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
@@ -49,7 +50,7 @@ from gyre_trainer.rotation.rule import (
     parameter_at,
 )
 from gyre_trainer.shards.layout import Cut, Layout, add_wide_product, local_of, takes_wide_product
-from gyre_trainer.torch_internals import uncompiled
+from gyre_trainer.torch_internals import is_fake, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 # Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster on a
@@ -73,14 +74,11 @@ class Classes:
     def places(self, targets_T: Tensor, counted_T: Tensor) -> tuple[Tensor, Tensor]:
         """The targets' places in the slice, and whether they are elsewhere or not counted.
 
-        Targets outside of all slices are left to the first and the last slice, where torch refuses
-        them.
+        Of a whole head, torch refuses targets that are nowhere.
         """
         elsewhere_T = ~counted_T
-        if self.start > 0:
-            elsewhere_T = elsewhere_T | (targets_T < self.start)
-        if self.stop < self.total:
-            elsewhere_T = elsewhere_T | (targets_T >= self.stop)
+        if self.stop - self.start < self.total:
+            elsewhere_T = elsewhere_T | (targets_T < self.start) | (targets_T >= self.stop)
         return torch.where(elsewhere_T, 0, targets_T - self.start), elsewhere_T
 
 
@@ -431,8 +429,9 @@ def linear_cross_entropy(
 
     Raises:
         RotationError: the head is quantized, or sharded by another library than Gyre.
-        RuntimeError: a target is neither a class nor `ignore_index`. On CUDA the error comes when
-            the device is waited for.
+        IndexError: a target is neither a class nor `ignore_index`; the message names rank and
+            target. On CPUs it is raised on every rank of the ring; on CUDA on this rank, before the
+            optimizer's step, or where the head is whole, when the device is waited for.
 
     Example:
         x = model.norm(model.blocks(tokens))  # (B, T, D)
@@ -480,7 +479,7 @@ def token_log_probs(
         soft_cap: caps the scaled logits.
 
     Raises:
-        RotationError, RuntimeError: as in `linear_cross_entropy`.
+        RotationError, IndexError: as in `linear_cross_entropy`.
 
     Example:
         hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]
@@ -526,12 +525,20 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
             "the head has quantized weights, which a loss by slices of the vocabulary cannot read. "
             "Name it in the `keep` of quantize_frozen."
         )
+    x_TD, targets_T, counted_T = inputs
+    where = "the head (nor ignore_index)"
     if isinstance(linear, RotatedModule):
+        ids_T = targets_T.where(counted_T, 0)
+        longest_of(linear.rotation, ids_T, linear.out_features, "target", where)
         rule = StatisticsRule(linear.out_features, asked.extra)
         # not a field of the rule: a number that differs in each step would make another rule of it
         statistics: Tensor = run(linear.rotation_by(rule), inputs, {"asked": asked})
         return statistics
-    x_TD, targets_T, counted_T = inputs
+    if targets_T.device.type == "cpu" and not is_fake(targets_T):
+        odd_T = targets_T[counted_T & ((targets_T < 0) | (targets_T >= linear.out_features))]
+        if len(odd_T):
+            rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            raise id_error(int(odd_T[0]), f"{rank}target", where, linear.out_features)
     dtype = linear.outer_dtype if isinstance(linear, ReplicatedModule) else None
     x_TD, weight_VD = cast(x_TD, dtype), cast(local_of(linear.weight), dtype)
     if len(weight_VD) != linear.out_features:

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeGuard
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -245,18 +245,14 @@ class EmbeddingRule(Rule):
         """The rows of the tokens: sent to this rank, or of slices that go round the ring.
 
         Raises:
-            IndexError: a token is not in the vocabulary; on CUDA before the optimizer's step.
+            IndexError: a token is not in the vocabulary; see `longest_of`.
             TypeError: tokens are no int64 or int32, which torch refuses, too.
         """
         (tokens,) = (*args, *kwargs.values())
         if tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"tokens of an embedding must be int64 or int32, not {tokens.dtype}")
         ring = rotation.sharded.ring
-        if not is_fake(tokens):
-            is_odd = ((tokens < 0) | (tokens >= self.num_embeddings)).any()
-            ring.checks.require(is_odd, 0, partial(_refuse_tokens, tokens, self.num_embeddings))
-        hop = HopIdentity(rotation.number, True, False, 0, 0)
-        longest = ring.largest(tokens.numel(), hop.pack())
+        longest = longest_of(rotation, tokens, self.num_embeddings, "token", "the embedding")
         if ring.size == 1 or longest * ring.size >= self.num_embeddings:
             return by_slices(rotation, args, kwargs)
         return self._by_rows(rotation, tokens, longest)
@@ -291,12 +287,53 @@ class EmbeddingRule(Rule):
         return output.to(rotation.outer_dtype(()))
 
 
-def _refuse_tokens(tokens: Tensor, num_rows: int, _: int) -> NoReturn:
-    lowest, highest = map(int, torch.aminmax(tokens))
-    raise IndexError(
-        f"token {lowest if lowest < 0 else highest} is not in the embedding, "
-        f"which has {num_rows} rows"
-    )
+# Instead of a number of ids: added to the number of a rank whose ids are refused.
+_REFUSED = 2**62
+
+
+def longest_of(rotation: Rotation, ids: Tensor, size: int, what: str, where: str) -> int:
+    """The largest number of ids that a rank of the ring has. Collective.
+
+    Args:
+        rotation: of the module that reads them.
+        ids: integers in [0, size).
+        size: the number of rows.
+        what: an id is, such as "token".
+        where: the rows are, such as "the embedding".
+
+    Raises:
+        IndexError: an id is none of a row; the message names rank and id. On CPUs it is raised on
+            every rank of the ring, before any hop; on CUDA on this rank, before the optimizer's
+            step.
+    """
+    ring, hop = rotation.sharded.ring, HopIdentity(rotation.number, True, False, 0, 0)
+    if is_fake(ids):
+        return ring.largest(ids.numel(), hop.pack())
+    is_odd = ((ids < 0) | (ids >= size)).any()
+    if ids.device.type != "cpu":
+
+        def refuse(_: int) -> NoReturn:
+            raise id_error(_odd_id(ids), f"rank {ring.global_rank}: {what}", where, size)
+
+        ring.checks.require(is_odd, 0, refuse)
+        return ring.largest(ids.numel(), hop.pack())
+    longest = ring.largest(_REFUSED + ring.rank if is_odd else ids.numel(), hop.pack())
+    if longest < _REFUSED:
+        return longest
+    source = longest - _REFUSED
+    odd = ring.largest(_odd_id(ids) if ring.rank == source else -(2**63), hop.pack())
+    rank = dist.get_global_rank(ring.group, source)
+    raise id_error(odd, f"rank {rank}: {what}", where, size)
+
+
+def id_error(odd: int, what: str, where: str, size: int) -> IndexError:
+    """The refusal of an id, with the words of `longest_of`."""
+    return IndexError(f"{what} {odd} is not in {where}, which has {size} rows")
+
+
+def _odd_id(ids: Tensor) -> int:
+    lowest, highest = map(int, torch.aminmax(ids))
+    return lowest if lowest < 0 else highest
 
 
 def _places(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
