@@ -5,6 +5,7 @@ import contextlib
 import pickle
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -88,7 +89,7 @@ class Scanner:
         seeks: bool = False,
         skips: bool = False,
     ) -> Arrays:
-        """Have a shard scanned.
+        """Have a shard scanned; once more if its process is killed, or dies, meanwhile.
 
         Args:
             run: the `run` of a `Scan`, or the same for a check; it must be picklable.
@@ -103,6 +104,25 @@ class Scanner:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
             Overloaded: no process can be started.
         """
+        scan = partial(self._scan_shard, run, source, shard, unpacked, seeks=seeks, skips=skips)
+        try:
+            return await scan()
+        except CorruptSample as error:
+            if not isinstance(error.__cause__, WorkerLost):
+                raise
+        return await scan()
+
+    async def _scan_shard(
+        self,
+        run: Run,
+        source: Storage,
+        shard: int,
+        unpacked: LocalFile | None,
+        *,
+        seeks: bool,
+        skips: bool,
+    ) -> Arrays:
+        """See `scan`."""
         listed, stored = source.shards[shard], source.local_file(shard)
         local = unpacked or stored
         # A process that waits for a slow mount has no deadline; reads by the storage have.

@@ -1,4 +1,4 @@
-"""Processes that decode chunks die, hang and lie: that costs the chunk an error, nothing else."""
+"""Processes that decode or scan die, hang and lie: that costs the data an error, nothing else."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
 )
 from gyre_daemon.datasets.made_shards import Decoders, decoded_shards
+from gyre_daemon.datasets.scanning import Scanner, scan_workers
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
@@ -124,3 +125,51 @@ def test_a_process_that_is_killed_once_is_replaced(tmp_path: Path) -> None:
 
 def test_a_process_that_sends_no_reply_of_its_task_is_replaced(tmp_path: Path) -> None:
     assert read(tmp_path, b"gb", [0, 1], max_decode_s=300.0) == [b"g" * ROWS, b"b" * ROWS]
+
+
+@dataclass(frozen=True)
+class DyingScan:
+    """A scan whose process is killed the first times, each of which leaves a file."""
+
+    folder: Path
+    num_deaths: int
+
+    def __call__(self, shard: str, file: BinaryIO) -> dict[str, Any]:
+        if (num := len(list(self.folder.iterdir()))) < self.num_deaths:
+            (self.folder / str(num)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"bytes": np.frombuffer(file.read(), np.uint8)}
+
+
+def scanned(tmp_path: Path, num_deaths: int) -> bytes:
+    deaths, shard = tmp_path / "deaths", tmp_path / "shard"
+    deaths.mkdir()
+    shard.write_bytes(b"samples")
+
+    async def run() -> bytes:
+        source = await opener.open(parse_location(str(shard)), {}, "*")
+        scanner = Scanner(scan_workers(processes))
+        try:
+            arrays = await scanner.scan(DyingScan(deaths, num_deaths), source, 0)
+        finally:
+            scanner.kill()
+        return arrays["bytes"].tobytes()
+
+    with ThreadPoolExecutor(2) as executor:
+        processes = ComputeServer()
+        opener = StorageOpener(FairExecutor(executor, 2), EndpointOptions(16, 10.0), Metrics())
+        try:
+            return asyncio.run(run())
+        finally:
+            opener.close()
+            processes.close()
+
+
+def test_a_scan_whose_process_is_killed_once_is_repeated(tmp_path: Path) -> None:
+    assert scanned(tmp_path, 1) == b"samples"
+
+
+def test_a_scan_whose_process_is_killed_twice_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CorruptSample, match="shard shard has no index: the process that indexed"):
+        scanned(tmp_path, 3)
+    assert len(list((tmp_path / "deaths").iterdir())) == 2

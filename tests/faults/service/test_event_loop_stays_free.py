@@ -137,7 +137,7 @@ def test_a_scan_ends_with_its_daemon(daemon: Daemon, stub: pb_grpc.LoaderStub) -
     assert len(gone) == len(processes)
 
 
-def test_a_scan_that_is_killed_is_an_error_and_the_next_one_works(
+def test_a_scan_that_is_killed_twice_is_an_error_and_the_next_one_works(
     daemon: Daemon, stub: pb_grpc.LoaderStub
 ) -> None:
     request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="endless-0"))
@@ -145,7 +145,10 @@ def test_a_scan_that_is_killed_is_an_error_and_the_next_one_works(
     assert eventually(lambda: bool(reading(daemon)))
     (victim, *_) = reading(daemon)
     server = victim.parent()
-    victim.kill()
+    victim.kill()  # and the scan is repeated
+    assert eventually(lambda: any(each.pid != victim.pid for each in reading(daemon)))
+    for again in reading(daemon):
+        again.kill()
     with pytest.raises(grpc.RpcError) as caught:
         call.result()
     assert caught.value.code() == grpc.StatusCode.DATA_LOSS
