@@ -1,47 +1,87 @@
 """The formats of the daemon itself; how a dataset's configuration chooses one of all formats."""
 
-from collections.abc import Mapping
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from gyre_daemon.config import DatasetConfig, check_keys
 from gyre_daemon.datasets.formats import Format, FormatEntry, ListedFormat
-from gyre_daemon.datasets.formats.arrayrecord import ArrayRecordFormat, ArrayRecordOptions
-from gyre_daemon.datasets.formats.arrow import ArrowFormat
-from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
-from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
+from gyre_daemon.datasets.formats.base import AUDIO, IMAGES
 from gyre_daemon.datasets.formats.installed import (
     included_formats,
     installed_format,
     installed_names,
     shown_format,
 )
-from gyre_daemon.datasets.formats.jsonl import JsonlFormat, JsonlOptions
-from gyre_daemon.datasets.formats.lines import LinesOptions, TextFormat
-from gyre_daemon.datasets.formats.mds import MdsFormat
-from gyre_daemon.datasets.formats.npy import RowsFormat, RowsOptions
-from gyre_daemon.datasets.formats.parquet import ParquetFormat
-from gyre_daemon.datasets.formats.schemas import ColumnOptions, SchemaOptions
-from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
-from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
-from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.errors import ConfigError
 
 SINGLE_FILES = "files"  # the format of a folder with files in subfolders
-FORMATS: Mapping[str, FormatEntry] = {
-    "tokens": FormatEntry.of(TokensFormat, TokensOptions),
-    "webdataset": FormatEntry.of(WebdatasetFormat, WebdatasetOptions),
-    "text": FormatEntry.of(TextFormat, LinesOptions),
-    "jsonl": FormatEntry.of(JsonlFormat, JsonlOptions),
-    "csv": FormatEntry.of(CsvFormat, DelimitedOptions),
-    "tsv": FormatEntry.of(TsvFormat, DelimitedOptions),
-    "mds": FormatEntry.of(MdsFormat, SchemaOptions),
-    "npy": FormatEntry.of(RowsFormat, RowsOptions),
-    "parquet": FormatEntry.of(ParquetFormat, ColumnOptions),
-    "tfrecord": FormatEntry.of(TfrecordFormat, TfrecordOptions),
-    "arrow": FormatEntry.of(ArrowFormat, ColumnOptions),
-    "arrayrecord": FormatEntry.of(ArrayRecordFormat, ArrayRecordOptions),
-    SINGLE_FILES: FormatEntry.of(FilesFormat, FilesOptions),
+# The module of each format, its class, its options, and the pattern of its class.
+_FORMATS: Mapping[str, tuple[str, str, str, str]] = {
+    "tokens": ("tokens", "TokensFormat", "TokensOptions", "*.bin"),
+    "webdataset": ("webdataset", "WebdatasetFormat", "WebdatasetOptions", "*.{tar,tar.gz,tgz}"),
+    "text": (
+        "lines",
+        "TextFormat",
+        "LinesOptions",
+        "*.{txt,text,txt.gz,text.gz,txt.zst,text.zst}",
+    ),
+    "jsonl": (
+        "jsonl",
+        "JsonlFormat",
+        "JsonlOptions",
+        "*.{jsonl,ndjson,jsonl.gz,ndjson.gz,jsonl.zst,ndjson.zst,json.gz,json.zst}",
+    ),
+    "csv": ("delimited", "CsvFormat", "DelimitedOptions", "*.{csv,csv.gz}"),
+    "tsv": ("delimited", "TsvFormat", "DelimitedOptions", "*.{tsv,tsv.gz}"),
+    "mds": ("mds", "MdsFormat", "SchemaOptions", "*.{mds,mds.zst,mds.zstd}"),
+    "npy": ("npy", "RowsFormat", "RowsOptions", "*.npy"),
+    "parquet": ("parquet", "ParquetFormat", "ColumnOptions", "*.{parquet,parq}"),
+    "tfrecord": (
+        "tfrecord",
+        "TfrecordFormat",
+        "TfrecordOptions",
+        "*.{tfrecord,tfrecords,tfrecord.gz,tfrecords.gz,tfrecord-*-of-*[0-9]}",
+    ),
+    "arrow": ("arrow", "ArrowFormat", "ColumnOptions", "*.{arrow,arrows,ipc,feather}"),
+    "arrayrecord": (
+        "arrayrecord",
+        "ArrayRecordFormat",
+        "ArrayRecordOptions",
+        "*.{array_record,arrayrecord,riegeli,array_record-*-of-*[0-9]}",
+    ),
+    SINGLE_FILES: (
+        "files",
+        "FilesFormat",
+        "FilesOptions",
+        "*.{" + ",".join(f"{name},{name.upper()}" for name in IMAGES + AUDIO) + "}",
+    ),
 }
+PATTERNS: Mapping[str, str] = {name: pattern for name, (*_, pattern) in _FORMATS.items()}
+
+
+class _KnownFormats(Mapping[str, FormatEntry]):
+    """The entries by name; a format is imported when its entry is asked for."""
+
+    def __getitem__(self, name: str) -> FormatEntry:
+        return _entry(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FORMATS)
+
+    def __len__(self) -> int:
+        return len(_FORMATS)
+
+
+@functools.cache
+def _entry(name: str) -> FormatEntry:
+    module, format_class, options, _ = _FORMATS[name]
+    imported = importlib.import_module(f"gyre_daemon.datasets.formats.{module}")
+    return FormatEntry.of(getattr(imported, format_class), getattr(imported, options))
+
+
+FORMATS: Mapping[str, FormatEntry] = _KnownFormats()
 
 
 def make_format(name: str, config: DatasetConfig) -> Format | ListedFormat:

@@ -316,6 +316,11 @@ def media_type_of(extensions: Iterable[str]) -> str:
     return f"{types.pop()}/*" if len(types) == 1 else ""
 
 
+def may_be_array(name: str) -> bool:
+    """Whether a file of this name may be a JSON array: its bytes tell."""
+    return name.removesuffix(".gz").removesuffix(".zst").removesuffix(".zstd").endswith(".json")
+
+
 def require_library(module: str, reader: str, extra: str, package: str = "") -> None:
     """Refuse a reader of files whose library is not installed.
 

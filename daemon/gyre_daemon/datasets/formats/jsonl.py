@@ -26,6 +26,7 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     Scan,
     check_names,
+    may_be_array,
     ragged_fields,
     renamed,
 )
@@ -84,11 +85,6 @@ _RECORDS = msgspec.json.Decoder(list[msgspec.Raw])
 _NOT_FINITE = ((b"NaN", b"0.0"), (b"Infinity", b"10000000"))
 # An object whose first key has an array.
 _OF_ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*("(?:[^"\\]|\\.){0,100}")\s*:\s*\[')
-
-
-def may_be_array(name: str) -> bool:
-    """Whether a file of this name may be a JSON array: its bytes tell."""
-    return name.removesuffix(".gz").removesuffix(".zst").removesuffix(".zstd").endswith(".json")
 
 
 def has_records(head: bytes, *, is_whole: bool) -> bool:

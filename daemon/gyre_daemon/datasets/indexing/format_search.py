@@ -19,12 +19,17 @@ from msgspec import Struct
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat
-from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, check_names, renamed
+from gyre_daemon.datasets.formats.base import (
+    PRESENT_SUFFIX,
+    FieldSpec,
+    check_names,
+    may_be_array,
+    renamed,
+)
 from gyre_daemon.datasets.formats.concat import IndexedField
 from gyre_daemon.datasets.formats.installed import installed_names
-from gyre_daemon.datasets.formats.jsonl import has_records, may_be_array
 from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
-from gyre_daemon.datasets.known_formats import FORMATS, SINGLE_FILES, make_format
+from gyre_daemon.datasets.known_formats import FORMATS, PATTERNS, SINGLE_FILES, make_format
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import (
@@ -150,9 +155,7 @@ def format_by_name(location: str, names: Sequence[str]) -> str | None:
     Raises:
         InvalidRequest: several formats fit.
     """
-    found = {
-        name: its for name, entry in FORMATS.items() if (its := matching(names, entry.pattern))
-    }
+    found = {name: its for name, each in PATTERNS.items() if (its := matching(names, each))}
     if len(found) > 1:
         each = ", ".join(f"{its[0]} ({name}, {len(its)} such)" for name, its in found.items())
         raise InvalidRequest(
@@ -172,7 +175,7 @@ def format_by_name(location: str, names: Sequence[str]) -> str | None:
 
 def is_named_like_a_shard(name: str) -> bool:
     """Whether a known format has files of this name, and other files hardly have it."""
-    return any(entry.pattern and matches_any(name, entry.pattern) for entry in FORMATS.values())
+    return any(matches_any(name, pattern) for pattern in PATTERNS.values())
 
 
 def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) -> str:
@@ -189,9 +192,7 @@ def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) ->
     """
     found = {shard: _recognised(shard, head) for shard, head in heads.items()}
     if not any(found.values()):
-        looked_for = ", ".join(
-            f"{entry.pattern} ({name})" for name, entry in FORMATS.items() if entry.pattern
-        )
+        looked_for = ", ".join(f"{pattern} ({name})" for name, pattern in PATTERNS.items())
         others = f" It has {num_files} other files, such as {next(iter(heads))}." if heads else ""
         if any(map(may_be_array, heads)):
             others += (
@@ -221,6 +222,9 @@ def head_bytes(name: str) -> int:
 def _recognised(name: str, head: bytes) -> str:
     """The format of a file that begins so; empty if it is not known."""
     if may_be_array(name):
+        # names alone tell the format of most datasets, without the module of any other one
+        from gyre_daemon.datasets.formats.jsonl import has_records  # noqa: PLC0415
+
         return "jsonl" * has_records(head, is_whole=len(head) < _JSON_HEAD_BYTES)
     return next((name for name, entry in FORMATS.items() if entry.recognises(head)), "")
 
