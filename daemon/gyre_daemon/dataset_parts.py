@@ -37,9 +37,8 @@ from gyre_daemon.storage.listing import has_files, list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.sources.opener import StorageOpener
-from gyre_daemon.transforms.declared import Transforms
-from gyre_daemon.transforms.names import to_steps
-from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.transforms.declared import Transforms, TransformWorkers
+from gyre_daemon.transforms.recipes import to_steps
 from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 

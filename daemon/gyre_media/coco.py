@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from gyre_daemon.datasets.formats import FormatEntry
 from gyre_daemon.datasets.formats.base import Manifest, ManifestColumn, ManifestPlace, renamed
 from gyre_daemon.datasets.formats.files import (
     FilesFormat,
@@ -20,7 +21,6 @@ from gyre_daemon.datasets.formats.files import (
     check_in_folder,
     checked_path,
 )
-from gyre_daemon.datasets.formats.installed import FormatEntry
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Texts
 

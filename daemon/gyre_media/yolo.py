@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gyre_daemon.datasets.formats import FormatEntry
 from gyre_daemon.datasets.formats.base import (
     IMAGES,
     Described,
@@ -22,7 +23,6 @@ from gyre_daemon.datasets.formats.base import (
     renamed,
 )
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions, check_in_folder
-from gyre_daemon.datasets.formats.installed import FormatEntry
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import FileTable, Texts

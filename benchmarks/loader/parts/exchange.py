@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 from gyre_daemon.memory.arenas import Arena
-from gyre_daemon.transforms.chain import Chain
 from gyre_daemon.transforms.transform import Field, Transform
+from gyre_daemon.transforms.worker import Chain
 from gyre_daemon.workers.compute_workers import Exchange
 from gyre_media.images.colors import Normalize, ToChw
 from gyre_media.images.decode_image import DecodeImage

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from gyre_client import Loader
-from gyre_daemon.order.packing import PackRule, Sequences, best_fit, pack_documents
+from gyre_daemon.order.sequences import PackRule, Sequences, best_fit, pack_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 

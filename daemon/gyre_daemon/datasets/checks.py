@@ -158,7 +158,6 @@ class SampleChecker:
 
         Args:
             sidecars: any kind; damage is kept in the same folders.
-            processes: some of them are used.
             processes: that scan.
         """
         self._sidecars = sidecars.sibling(DAMAGE_SUFFIX)

@@ -1,28 +1,36 @@
-"""An open dataset: its shards, its index, and its fingerprint."""
+"""An open dataset: its shards, its index, its fingerprint, and the lengths of its samples."""
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
+from gyre_daemon.datasets.formats.sample_table import column_of_all
 from gyre_daemon.datasets.packing import Packed
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.balance import Balance, CostRule, Float64Array
 from gyre_daemon.order.block_order import BlockIndex, BlockTable
+from gyre_daemon.order.buckets import LengthsOf
 from gyre_daemon.order.mixture import Mixture
-from gyre_daemon.order.planner import NO_SAMPLES
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.planner import NO_SAMPLES, Order
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
+
+_T = TypeVar("_T")
 
 
 async def _unknown(fingerprint: str) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """An open dataset, from which sessions read.
 
@@ -127,6 +135,39 @@ class Dataset:
     def num_bytes(self) -> int:
         """The size of all shards together."""
         return sum(shard.size_bytes for shard in self.shards)
+
+
+class Memo(Generic[_T]):
+    """The last few results by key, each with what it came from."""
+
+    def __init__(self, most: int) -> None:
+        """Keep nothing yet, and at most this many."""
+        self._most = most
+        self._kept: dict[Hashable, tuple[tuple[object, ...], _T]] = {}
+
+    def get(self, key: Hashable, *origin: object) -> _T | None:
+        """The result for a key that came from this; None if there is none."""
+        found = self._kept.get(key)
+        if found is None or found[0] != origin:
+            return None
+        self._kept[key] = self._kept.pop(key)
+        return found[1]
+
+    def latest(self, key: Hashable) -> _T | None:
+        """The last result for a key, whatever it came from."""
+        return self._kept[key][1] if key in self._kept else None
+
+    def keep(self, result: _T, key: Hashable, *origin: object) -> _T:
+        """Keep a result, in place of an earlier one for its key; returns it."""
+        self._kept.pop(key, None)
+        self._kept[key] = origin, result
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+        return result
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
 
 
 class Prefix(Struct, frozen=True):
@@ -245,3 +286,76 @@ def sample_ranges(
     some = end > begin
     shards, begins, ends = (each[some].tolist() for each in (extents.shard, begin, end))
     return shards, begins, ends
+
+
+_DIFFER = {"balance": "cost differently", "bucket": "can be sorted"}
+
+
+def balance_of(dataset: Dataset, rule: CostRule) -> Balance:
+    """Shares out the global batches of a dataset by the cost of its samples.
+
+    Raises:
+        InvalidRequest: the rule names no ragged field of the dataset.
+    """
+    if packed := dataset.packed:
+        if rule.field not in ("", packed.stored.name):
+            raise InvalidRequest(
+                f"`balance` names the field {rule.field!r:.100}, but the sequences are packed from "
+                f"{packed.stored.name!r:.100}; leave the field out"
+            )
+        return Balance(_sample_costs(packed, rule))
+    lengths_of = _ragged_lengths(dataset, rule.field, "balance")
+    return Balance(lambda sample_ids: rule.cost(lengths_of(sample_ids)))
+
+
+def bucket_lengths(dataset: Dataset, order: Order) -> LengthsOf | None:
+    """The lengths by which an order makes its batches; None if it has no buckets.
+
+    Raises:
+        InvalidRequest: the samples of the dataset have one length, or no such field.
+    """
+    if order.bucket is None or dataset.mixture:  # which the planner refuses
+        return None
+    if dataset.packed:
+        raise InvalidRequest(
+            "`bucket` does not go with `pack`, because all sequences have one length. Leave one of "
+            "the two out."
+        )
+    return _ragged_lengths(dataset, order.bucket.field, "bucket")
+
+
+def _sample_costs(packed: Packed, rule: CostRule) -> Callable[[Int64Array], Float64Array]:
+    sequences = packed.sequences
+    costs = rule.cost(sequences.lengths.astype(np.int64))
+    return np.add.reduceat(costs, sequences.bounds[:-1]).take
+
+
+def _ragged_lengths(dataset: Dataset, field: str, argument: str) -> LengthsOf:
+    """Looks the lengths of samples up, in elements of a field.
+
+    Args:
+        dataset: whose samples.
+        field: its name.
+        argument: which of the loader's names it, for the error.
+
+    Raises:
+        InvalidRequest: it is no ragged field of the dataset.
+    """
+    index = dataset.sized
+    stored = stored_fields(index.fields if dataset.transforms else dataset.fields)
+    ragged = [spec.name for spec in stored if spec.ragged]
+    if field not in ragged:
+        there = f"there are {', '.join(ragged)}" if ragged else "this dataset has none"
+        raise InvalidRequest(
+            f"`{argument}` names the field {field!r:.100}; only fields whose samples differ in "
+            f"length {_DIFFER[argument]}, and {there}"
+        )
+    column = [spec.name for spec in stored].index(field)
+    num_bytes = max(stored[column].element_bytes, 1)
+
+    def lengths_of(sample_ids: Int64Array) -> Int64Array:
+        return column_of_all(
+            index, sample_ids, lambda found: found.tensor_bytes[:, column] // num_bytes
+        )
+
+    return lengths_of

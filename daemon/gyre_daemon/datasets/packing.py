@@ -1,6 +1,6 @@
 """Packed datasets: the samples of another one are documents, and a sample is a whole sequence.
 
-A packed dataset has the documents' storage and index, and other fields. `order.packing` says
+A packed dataset has the documents' storage and index, and other fields. `order.sequences` says
 which documents share a sequence; here their lengths come from the index, so nothing is read.
 """
 
@@ -17,17 +17,17 @@ from msgspec import Struct
 from gyre_daemon.config import PackConfig
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.concat import SOURCE
+from gyre_daemon.datasets.formats.sample_table import column_of_all
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixture import MixedSource, Mixture
-from gyre_daemon.order.packing import PACKING_VERSION, PackRule, Sequences, pack_documents
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES
+from gyre_daemon.order.sequences import PACKING_VERSION, PackRule, Sequences, pack_documents
 
 # Fields that a packed dataset adds to the packed one.
 POSITION, LOSS_MASK = "position", "loss_mask"
 DOCUMENT_ID, CU_SEQLENS = "document_id", "cu_seqlens"
 _PACKABLE = ("bytes", "ids", "text", "npy")
-_AT_ONCE = 1 << 16  # documents whose lengths are looked up together
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,14 +140,12 @@ def pack(
     mask_column = _mask_column(fields, num_made)
 
     def lengths_of(documents: Int64Array) -> Int64Array:
-        parts = [np.empty(0, np.int64)]
-        for begin in range(0, len(documents), _AT_ONCE):
-            some = documents[begin : begin + _AT_ONCE]
-            found = index.locate(some).tensor_bytes
-            parts.append(found[:, column] // spec.dtype.itemsize)
-            if mask_column is not None:
-                _check_masks(some, parts[-1], found[:, mask_column])
-        return np.concatenate(parts)
+        sizes = column_of_all(index, documents, lambda found: found.tensor_bytes[:, column])
+        lengths = sizes // spec.dtype.itemsize
+        if mask_column is not None:
+            masks = column_of_all(index, documents, lambda its: its.tensor_bytes[:, mask_column])
+            _check_masks(documents, lengths, masks)
+        return lengths
 
     rule = PackRule(config.length, config.overlong, config.window, config.seed)
     mixed = None

@@ -55,7 +55,7 @@ MAX_DATA_BYTES = 4 << 30
 # read and dropped up to a size that arrives in the time of one more request; twice as much would
 # read most of a shard of images in vain, half as much ask for each of them.
 _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES, _MAX_PASSED_BYTES = 64 << 10, 4 << 20, 1 << 20
-CheckMedia = Callable[[str, memoryview], str]  # see `transforms.media.check_media`
+CheckMedia = Callable[[str, memoryview], str]  # see `transforms.recipes.check_media`
 _MEDIA = ("image", "audio", "video")
 _MAX_KINDS = 20  # of reasons why media were not decoded
 _Integers = npt.NDArray[np.int64]

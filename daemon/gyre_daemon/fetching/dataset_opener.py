@@ -32,7 +32,7 @@ from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.made_samples import STEP as CACHE
 from gyre_daemon.transforms.made_samples import Lengths
-from gyre_daemon.transforms.messages import Kind
+from gyre_daemon.transforms.recipes import Kind
 
 # The first samples, which both make in a fraction of a second. More would delay the first job.
 _NUM_SAMPLES = 1000

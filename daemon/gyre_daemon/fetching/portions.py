@@ -23,10 +23,9 @@ from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import Delays, Draws
-from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.messages import ENCODER, Done, Input, Kind, Output, Portion, name_of
+from gyre_daemon.transforms.declared import SampleFailed, TransformedDataset
+from gyre_daemon.transforms.recipes import ENCODER, Done, Input, Kind, Output, Portion, name_of
 from gyre_daemon.transforms.transform import Cost
-from gyre_daemon.transforms.workers import SampleFailed
 from gyre_daemon.workers.compute_workers import Exchange, pages
 
 # Samples that one process is given at once, and the bytes of their stored and made fields together.

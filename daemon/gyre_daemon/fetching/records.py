@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.dataset import Dataset, Memo
 from gyre_daemon.datasets.made_shards import CellMemory, CellReads, MadeStorage
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import Staging
@@ -48,6 +48,7 @@ from gyre_daemon.transforms.made_samples import (
 )
 from gyre_daemon.transforms.transform import Cost
 
+_MAX_SOURCES = 1024  # as many as are configured
 _Record = npt.NDArray[np.uint8]
 # Samples that are transformed together: as many as a worker is given at once.
 _MAX_TOGETHER: dict[Cost, int] = {"light": 512, "heavy": 16, "slow": 1}
@@ -220,13 +221,6 @@ def pieces_of(reads: Reads, starts: Int64Array) -> Reads:
     return pieces.nonempty()
 
 
-class _Made(Struct, frozen=True):
-    """One source that was made: how it was transformed, and the result."""
-
-    transformed: Dataset
-    made: Dataset
-
-
 class MadeSources:
     """Makes each source once, and again when its dataset or its transforms are others."""
 
@@ -238,7 +232,7 @@ class MadeSources:
             threads: the daemon's.
         """
         self._transforms, self._threads = transforms, threads
-        self._made: dict[str, _Made] = {}
+        self._made: Memo[Dataset] = Memo(_MAX_SOURCES)
 
     def of(self, name: str, dataset: Dataset, height: int) -> Dataset:
         """The results of a dataset's transforms, as a dataset of records.
@@ -248,9 +242,12 @@ class MadeSources:
             dataset: transformed, and measured where that makes fields of different lengths.
             height: the depth of nested mixtures below the source.
         """
-        last = self._made.get(name)
-        if last and _are_same(last.transformed, dataset):
-            return last.made
+        origin: tuple[object, ...] = (dataset,)
+        if isinstance(dataset, TransformedDataset):
+            facts = dataset.recipe, dataset.transforms, dataset.fingerprint
+            origin = dataset.stored, *facts
+        if found := self._made.get(name, *origin):
+            return found
         made = dataset
         if isinstance(dataset, TransformedDataset):
             made = self._make(dataset, height)
@@ -258,8 +255,7 @@ class MadeSources:
         fingerprint = hashlib.blake2b(both, digest_size=16, person=b"gyre.made").hexdigest()
         shards = made.storage.shards
         made = replace(made, shards=shards, fingerprint=fingerprint, transforms="", made=())
-        self._made[name] = _Made(dataset, made)
-        return made
+        return self._made.keep(made, name, *origin)
 
     def _make(self, dataset: TransformedDataset, height: int) -> Dataset:
         passed = dataset.fields[len(dataset.made) :]
@@ -271,13 +267,3 @@ class MadeSources:
         storage = MadeStorage(RunChain(prefix, index, shard, self._threads), self._threads)
         drawing = (*dataset.drawing, *dataset.random)
         return replace(records_of(prefix, index, storage), drawing=drawing)
-
-
-def _are_same(before: Dataset, dataset: Dataset) -> bool:
-    if not (isinstance(before, TransformedDataset) and isinstance(dataset, TransformedDataset)):
-        return before is dataset
-    return (
-        before.stored is dataset.stored
-        and (before.recipe, before.transforms) == (dataset.recipe, dataset.transforms)
-        and before.fingerprint == dataset.fingerprint
-    )

@@ -40,6 +40,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -135,21 +136,9 @@ class BlockIndex(Protocol):
         """The samples cut into blocks of about `io_block_bytes`, each within one shard."""
 
 
-class BlockTables:
-    """The tables of a dataset by block size; the last few are kept."""
-
-    def __init__(self, make: Callable[[int], BlockTable]) -> None:
-        self._make = make
-        self._kept: dict[int, BlockTable] = {}
-
-    def of(self, io_block_bytes: int) -> BlockTable:
-        """The table of blocks of about this size; the same object while it is kept."""
-        table = self._kept.get(io_block_bytes)
-        if table is None:
-            if len(self._kept) >= _MAX_TABLES:
-                del self._kept[next(iter(self._kept))]
-            table = self._kept[io_block_bytes] = self._make(io_block_bytes)
-        return table
+def kept_tables(make: Callable[[int], BlockTable]) -> Callable[[int], BlockTable]:
+    """A function that makes tables by block size, with the last few kept."""
+    return lru_cache(_MAX_TABLES)(make)
 
 
 def blocks_of_equal_samples(

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class BucketedOrder:
         self._num_whole = num_samples // self._size * self._size
         self._lengths_of = lengths_of
         self._key = key
-        self._kept: dict[int, tuple[Int64Array, Int64Array]] = {}
+        self._sorted = lru_cache(_MAX_KEPT)(self._sort)
 
     def __call__(self, places: Int64Array) -> Int64Array:
         """See `EpochOrder`."""
@@ -139,25 +140,17 @@ class BucketedOrder:
         windows = places[sorted_ones] // self._window
         return [(window, sorted_ones[windows == window]) for window in np.unique(windows).tolist()]
 
-    def _sorted(self, window: int) -> tuple[Int64Array, Int64Array]:
+    def _sort(self, window: int) -> tuple[Int64Array, Int64Array]:
         """At which place of a window the inner order has each of its samples; and the inverse."""
-        found = self._kept.get(window)
-        if found is None:
-            there = self._sort(window)
-            back = np.empty_like(there)
-            back[there] = np.arange(len(there))
-            found = there, back
-            others = list(self._kept.items())[-(_MAX_KEPT - 1) :]
-            self._kept = {**dict(others), window: found}  # one assignment: threads may do the same
-        return found
-
-    def _sort(self, window: int) -> Int64Array:
         begin = window * self._window
         places = np.arange(begin, min(begin + self._window, self._num_whole))
         lengths = self._lengths_of(self.inner(places))
         batches = np.argsort(lengths, kind="stable").reshape(-1, self._size)
         shuffle = Permutation(_window_key(*self._key, window), len(batches))
-        return np.sort(batches[shuffle(np.arange(len(batches)))], axis=1).reshape(-1)
+        there = np.sort(batches[shuffle(np.arange(len(batches)))], axis=1).reshape(-1)
+        back = np.empty_like(there)
+        back[there] = np.arange(len(there))
+        return there, back
 
 
 def padding(lengths: Int64Array) -> float:

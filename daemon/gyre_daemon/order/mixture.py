@@ -24,6 +24,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd, lcm
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ class Quotas:
             InvalidRequest: a block has no position for a source with a small weight.
         """
         self._block, self._seed, self._num_sources = block, seed, len(names)
-        self._kept: dict[tuple[int, int], Reading] = {}
+        self._pattern = lru_cache(_MAX_KEPT)(self._make)  # any thread may ask
         self._begun: list[_Begun] = []
         self._positions: list[int] = []
         for phase in phases:
@@ -185,17 +186,8 @@ class Quotas:
         its = apportioned(block * self._block, begun.phase.weights)
         return [before + count for before, count in zip(begun.counts, its, strict=True)]
 
-    def _pattern(self, begun: _Begun, block: int) -> Reading:
-        """The reading of the positions of one block; any thread may ask."""
-        key = begun.position, block
-        pattern = self._kept.get(key)
-        if pattern is None:
-            pattern = self._make(begun, block)
-            others = list(self._kept.items())[-(_MAX_KEPT - 1) :]
-            self._kept = {**dict(others), key: pattern}  # one assignment: threads may do the same
-        return pattern
-
     def _make(self, begun: _Begun, block: int) -> Reading:
+        """The reading of the positions of one block."""
         before = np.array(self._before(begun, block))
         quotas = np.array(self._before(begun, block + 1)) - before
         in_turn = np.repeat(np.arange(self._num_sources), quotas)

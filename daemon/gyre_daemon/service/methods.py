@@ -13,8 +13,8 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy, Principal
 from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.datasets.codecs import LengthHistogram, length_histograms
 from gyre_daemon.datasets.cost import estimate_costs
-from gyre_daemon.datasets.fields import LengthHistogram, length_histograms
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.columns import Measurer
@@ -33,7 +33,7 @@ from gyre_daemon.sessions.table import SessionTable, spreads_of, take_census
 from gyre_daemon.storage.location import parse_location, shown_uri
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.transforms.declared import Transforms
-from gyre_daemon.transforms.media import check_media
+from gyre_daemon.transforms.recipes import check_media
 from gyre_daemon.workers.copy_workers import CopyWorkers
 
 # Batches in one message: about 20 bytes each where one layout serves all, about 300 otherwise.

@@ -9,10 +9,9 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.policy import Policy, Principal
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
-from gyre_daemon.datasets.dataset import Dataset, shard_bounds
-from gyre_daemon.datasets.filters import Filtered
+from gyre_daemon.datasets.dataset import Dataset, balance_of, bucket_lengths, shard_bounds
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.concat import View
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import PackedRows, rows_of
@@ -338,7 +337,7 @@ def located(dataset: Dataset, sample_ids: Int64Array) -> Located:
     """Look samples of a dataset with shards of its own up in its index; int64 [n]."""
     index, ids = dataset.index, sample_ids
     extents = index.locate(ids)
-    while isinstance(index, Filtered):
+    while isinstance(index, View):
         ids, index = index.stored_ids(ids), index.unfiltered
     is_decoded = chunks_of(index) is not None
     offsets = None if is_decoded else extents.start.min(axis=1, initial=_FAR)

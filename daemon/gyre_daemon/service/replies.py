@@ -11,9 +11,9 @@ import numpy as np
 from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_daemon.datasets.codecs import LengthHistogram
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.fields import LengthHistogram
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.columns import Measuring

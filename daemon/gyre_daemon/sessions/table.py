@@ -13,7 +13,7 @@ from gyre_protos.text import counted
 
 from gyre_daemon import __version__
 from gyre_daemon.access.policy import Principal
-from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
+from gyre_daemon.datasets.dataset import balance_of, bucket_lengths
 from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.monitoring.metrics import OTHERS, Census, JobKey, SessionGauges, SessionTotals
 from gyre_daemon.order.mixture import planner_for

@@ -14,7 +14,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gyre_daemon.transforms.tokens import (
+from gyre_daemon.transforms.tokenizer import (
     MANY,
     TOKEN,
     OfText,

@@ -23,19 +23,19 @@ from gyre_daemon.datasets.formats import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.sample_table import located_bounds
+from gyre_daemon.datasets.formats.sample_table import column_of_all, located_bounds
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.block_order import (
     BlockTable,
-    BlockTables,
     blocks_of_equal_samples,
     blocks_that_begin_at,
+    kept_tables,
 )
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.transforms.messages import Step
+from gyre_daemon.transforms.recipes import Step
 
 STEP = "cache"
 # No order has blocks of this size, so it can stand for the blocks of the cache.
@@ -45,7 +45,6 @@ RECORD_BLOCKS = 1
 # blocks, first batches wait for records of later ones. Blocks grow with the dataset, because the
 # cache keeps some arrays of all of them.
 _BLOCK_BYTES, _MAX_BLOCKS = 64 << 10, 1 << 17
-_AT_ONCE = 1 << 16  # samples whose sizes are looked up together
 Lengths = npt.NDArray[np.int32]
 
 
@@ -108,7 +107,7 @@ class MeasuredIndex(SampleIndex):
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
-        return self._bounds.largest(num_samples)
+        return self._bounds(num_samples)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: those of the stored samples, so that orders are the same."""
@@ -149,7 +148,7 @@ class RecordIndex(SampleIndex):
         self._left_out = left_out if self._differ else NO_SAMPLES
         self.starts = self._find_starts()
         self._bounds = located_bounds(self)
-        self._records = BlockTables(self._cut)
+        self._records = kept_tables(self._cut)
 
     @property
     def num_samples(self) -> int:
@@ -170,12 +169,12 @@ class RecordIndex(SampleIndex):
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
-        return self._bounds.largest(num_samples) if self._differ else 0
+        return self._bounds(num_samples) if self._differ else 0
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: those of the stored samples, so that orders are the same."""
         if io_block_bytes == RECORD_BLOCKS:
-            return self._records.of(io_block_bytes)
+            return self._records(io_block_bytes)
         return self._sized.blocks(io_block_bytes)
 
     def digest(self) -> bytes:
@@ -191,12 +190,10 @@ class RecordIndex(SampleIndex):
         if not self._differ:
             record = sum(spec.element_bytes for spec in stored_fields(self._fields))
             return np.arange(self.num_samples + 1, dtype=np.int64) * record
-        sizes = [np.zeros(1, np.int64)]
-        for begin in range(0, self.num_samples, _AT_ONCE):
-            ids = np.arange(begin, min(begin + _AT_ONCE, self.num_samples))
-            its = self._without_left_out(ids, self._sized.locate(ids).size)
-            sizes.append(its.sum(axis=1))
-        return np.cumsum(np.concatenate(sizes))
+        ids = np.arange(self.num_samples)
+        sizes = column_of_all(self._sized, ids, lambda found: found.size.sum(axis=1))
+        sizes[self._left_out] = 0
+        return np.concatenate(([0], np.cumsum(sizes)))
 
     def _cut(self, size: int) -> BlockTable:
         """The blocks of the cache; none is without bytes, unless all records are."""

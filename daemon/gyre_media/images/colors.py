@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 from gyre_daemon.transforms.built_in import Floating
-from gyre_daemon.transforms.messages import dtype_of
+from gyre_daemon.transforms.recipes import dtype_of
 from gyre_daemon.transforms.transform import Field, Sample
 from msgspec import Meta
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from gyre_daemon.datasets.codecs import check_field
-from gyre_daemon.datasets.fields import chosen_fields
+from gyre_daemon.datasets.codecs import check_field, chosen_fields
 from gyre_daemon.datasets.filters import apply_filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.chunk_index import chunks_of

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import webdataset
 from gyre_daemon.datasets.formats import Format, base
-from gyre_daemon.datasets.formats.installed import included_formats
-from gyre_daemon.datasets.known_formats import FORMATS
+from gyre_daemon.datasets.known_formats import FORMATS, included_formats
 from gyre_daemon.errors import ConfigError
 
 from tests.contract.formats import (

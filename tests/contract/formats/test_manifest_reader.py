@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.base import Manifest
-from gyre_daemon.datasets.indexing.listing import ManifestReader
+from gyre_daemon.datasets.indexing.format_search import ManifestReader
 from gyre_daemon.datasets.scanning import scan_workers
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics

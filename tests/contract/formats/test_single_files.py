@@ -13,7 +13,7 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import ListedFormat, ManifestColumn
-from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
+from gyre_daemon.datasets.indexing.format_search import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.datasets.scanning import scan_workers
 from gyre_daemon.errors import (

@@ -14,9 +14,8 @@ from gyre_daemon.monitoring.metrics import Metrics, TransformCounts
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor, Flow
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.sources.opener import StorageOpener
-from gyre_daemon.transforms.declared import TransformedDataset, Transforms
-from gyre_daemon.transforms.messages import ENCODER, Recipe
-from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.transforms.declared import TransformedDataset, Transforms, TransformWorkers
+from gyre_daemon.transforms.recipes import ENCODER, Recipe
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 CHAINS = [{"name": "cast", "field": "tokens", "dtype": dtype} for dtype in ("float32", "float16")]

@@ -19,8 +19,7 @@ from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.sources.opener import StorageOpener
-from gyre_daemon.transforms.declared import TransformedDataset, Transforms
-from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.transforms.declared import TransformedDataset, Transforms, TransformWorkers
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.contract.storage.engine import until

@@ -5,7 +5,6 @@ import errno
 import io
 import os
 from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from gyre_daemon.storage.beneath import LocalFile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from msgspec.structs import replace
 
 Result = TypeVar("Result")
 

@@ -23,7 +23,7 @@ MAX_PEERS = 4
 Item = TypeVar("Item")
 
 
-class Batches(BatchGroup):
+class Batches(BatchGroup, frozen=True):
     """Batches of which only the steps and the memory are known."""
 
     def part(self, steps: range) -> "Batches":

@@ -10,8 +10,8 @@ from gyre_daemon.fetching import prefetch
 from gyre_daemon.order import balance as balance_module
 from gyre_daemon.order import planner as planner_module
 from gyre_daemon.order.balance import Balance, CostRule
-from gyre_daemon.order.packing import PackRule, Sequences, pack_documents
 from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, Tail
+from gyre_daemon.order.sequences import PackRule, Sequences, pack_documents
 from hypothesis import given
 from hypothesis import strategies as st
 

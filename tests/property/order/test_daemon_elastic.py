@@ -15,9 +15,9 @@ from gyre_daemon.datasets.packing import pack_sources
 from gyre_daemon.order.balance import Balance, CostRule
 from gyre_daemon.order.cursor import Cursor, decode_cursor, skipping
 from gyre_daemon.order.mixture import MixtureState, check_mixture, planner_for
-from gyre_daemon.order.packing import PackRule
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.sequences import PackRule
 from gyre_daemon.order.steps import Phase
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,7 +10,7 @@ import pytest
 from gyre_client.display.descriptions import as_text
 from gyre_client.display.formatting import media_type, thumbnail
 from gyre_client.display.samples import Value, words_of
-from gyre_daemon.datasets.fields import length_histograms
+from gyre_daemon.datasets.codecs import length_histograms
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_protos.v1 import loader_pb2 as pb

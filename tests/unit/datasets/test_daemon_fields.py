@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets import fields
-from gyre_daemon.datasets.fields import with_lengths
+from gyre_daemon.datasets import codecs
+from gyre_daemon.datasets.codecs import with_lengths
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError
@@ -26,7 +26,7 @@ def lengths(spec: FieldSpec, sizes: list[int], ragged: tuple[str, ...] = ()) -> 
 
 @pytest.mark.parametrize("spec", [LIST, PAIRS, CAST])
 def test_lists_of_one_length_know_it(spec: FieldSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "_AT_ONCE", 2)
+    monkeypatch.setattr(codecs, "_AT_ONCE", 2)
     length = 6 // int(np.prod(spec.shape))
     for count in (1, 2, 5):
         assert lengths(spec, [24] * count) == (length, True)

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.filters import Filter, Filtered, apply_filter, asked_of, numbered
+from gyre_daemon.datasets.filters import Filter, apply_filter, asked_of, numbered
 from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.formats.concat import View
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError
 from hypothesis import given
@@ -135,5 +136,5 @@ def test_the_index_of_what_is_left(
         largest = sorted((text + 2 * ids for text, ids in map(lengths.__getitem__, expected)))
         assert left.max_ragged_bytes(count) >= sum(largest[-min(count, len(largest)) :])
     assert (left.digest() == index.digest()) == (left is index)
-    if isinstance(left, Filtered):
+    if isinstance(left, View):
         assert numbered(np.arange(20), kept).tolist() == list(range(len(expected)))

@@ -12,7 +12,7 @@ import soundfile
 import torch
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.built_in import CropOrPad, Truncate
-from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.worker import Chain, TransformFailed
 from gyre_media.audio import DecodeAudio, LogMel
 
 BYTES = {"file": Field(np.dtype(np.uint8), (None,))}

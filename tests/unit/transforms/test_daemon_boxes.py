@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.built_in import Copy, CropOrPad
-from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.worker import Chain, TransformFailed
 from gyre_media.boxes import DecodeBoxes, SanitizeBoxes
 from gyre_media.images.augment import RandAugment, TrivialAugment
 from gyre_media.images.decode_image import DecodeImage

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.transforms import Field, Transform
-from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.worker import Chain, TransformFailed
 from gyre_media.images.decode_image import DecodeImage, DecodeRandomResizedCrop
 from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
 from PIL import Image

@@ -13,8 +13,8 @@ import pytest
 import torch
 from cykooz_resizer import CpuExtensions
 from gyre_daemon.transforms import Field, Transform
-from gyre_daemon.transforms.chain import Chain, TransformFailed
-from gyre_daemon.transforms.messages import dtype_of
+from gyre_daemon.transforms.recipes import dtype_of
+from gyre_daemon.transforms.worker import Chain, TransformFailed
 from gyre_media.images.augment import RandAugment
 from gyre_media.images.colors import (
     ColorJitter,

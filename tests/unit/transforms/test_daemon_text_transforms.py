@@ -10,9 +10,9 @@ import pytest
 import sentencepiece
 import tiktoken
 from gyre_daemon.errors import NotAllowed
-from gyre_daemon.transforms import tokens
-from gyre_daemon.transforms.names import to_steps
-from gyre_daemon.transforms.tokens import Encode, Tokenize
+from gyre_daemon.transforms import tokenizer
+from gyre_daemon.transforms.recipes import to_steps
+from gyre_daemon.transforms.tokenizer import Encode, Tokenize
 from tokenizers import Tokenizer
 
 from tests.tokenizers import make_tokenizer, transformed
@@ -92,7 +92,7 @@ def test_an_engine_is_compared_for_as_long_as_it_is_used(
     def wrong(*_: object) -> Encode:
         return lambda text: np.zeros(1, np.int32)
 
-    monkeypatch.setitem(tokens._LOADERS, "tokie", wrong)
+    monkeypatch.setitem(tokenizer._LOADERS, "tokie", wrong)
     fast = Tokenize("text", str(path)).with_engine("tokie")
     with pytest.raises(ValueError, match=r'tokie makes other ids .* set engine = "library"'):
         for number in range(1000):

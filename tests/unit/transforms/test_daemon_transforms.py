@@ -10,7 +10,7 @@ import pytest
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.transforms import Field, Sample, Transform
 from gyre_daemon.transforms.built_in import CropOrPad
-from gyre_daemon.transforms.chain import Chain, SampleGenerators, TransformFailed
+from gyre_daemon.transforms.worker import Chain, SampleGenerators, TransformFailed
 
 BYTES = Field(np.dtype(np.uint8), (None,))
 SOURCE = {"text": BYTES, "label": Field(np.dtype(np.int64), ())}

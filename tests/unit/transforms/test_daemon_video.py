@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 from gyre_daemon.transforms import Field
-from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.worker import Chain, TransformFailed
 from gyre_media.video import DecodeVideo
 
 NUM, RATE, STEP = 60, 10, 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.built_in import Copy
-from gyre_daemon.transforms.chain import Chain
+from gyre_daemon.transforms.worker import Chain
 from gyre_media.images.augment import OPERATIONS, TrivialAugment
 from gyre_media.images.colors import (
     ColorJitter,

@@ -13,12 +13,12 @@ from gyre_daemon.datasets.formats.base import (
     Extents,
     FieldSpec,
     Format,
+    FormatEntry,
     ListedFormat,
     SampleIndex,
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.installed import FormatEntry, shown_format
 
 __all__ = [
     "MASK",
@@ -31,6 +31,5 @@ __all__ = [
     "ListedFormat",
     "SampleIndex",
     "indexed_fields",
-    "shown_format",
     "stored_fields",
 ]

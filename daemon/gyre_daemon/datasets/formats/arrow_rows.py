@@ -1,6 +1,6 @@
 """Rows of Arrow: which tensor a type becomes, its values as bytes, and where files have them.
 
-Only compute workers import it; `parquet` reads its columns by it, too. A column is read as its
+Only compute workers import it; `columnar` has the formats. A column is read as its
 *plain* type: without extensions, dictionaries and views, with decimals and times as numbers. So few
 kinds of arrays are left. A missing value becomes zeros, no bytes where the field is ragged, or
 `null` of JSON.

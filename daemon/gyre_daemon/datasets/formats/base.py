@@ -16,7 +16,7 @@ code they are one shard, in which each file comes after its *head*: its path, an
 manifest has of it.
 
 A format may come from another package: an entry point of the group `gyre.formats`, of the format's
-name, that leads to a `FormatEntry`; see `installed`.
+name, that leads to a `FormatEntry`; see `known_formats`.
 
 A new format of this package consists of a module or package here, a line of `known_formats`, and a
 subclass of `FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's
@@ -79,12 +79,13 @@ text file is a sample:
 import importlib.util
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.config import parse_options
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.order.block_order import BlockTable
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
@@ -694,3 +695,46 @@ class DescribedFormat(ListedFormat, Protocol):
         Raises:
             CorruptSample: one of them is damaged; names it, and the line.
         """
+
+
+def _never(_head: bytes) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class FormatEntry:
+    """A known format.
+
+    Attributes:
+        pattern: of the names of its shards; empty if no name says that this is the format.
+        make: takes the keys of a dataset's configuration, and the place of the keys for error
+            messages.
+        recognises: takes up to 512 first bytes of a file, and says whether only this format begins
+            so. Never, if its files have no signature.
+        keys: that `make` knows.
+        ambiguous_pattern: of names that other files have, too; such files are shards only where
+            a folder has none of the pattern.
+    """
+
+    pattern: str
+    make: Callable[[Mapping[str, Any], str], Format | ListedFormat]
+    recognises: Callable[[bytes], bool] = _never
+    keys: frozenset[str] = frozenset()
+    ambiguous_pattern: str = ""
+
+    @classmethod
+    def of(cls, format_class: type[Any], options: type[Any]) -> "FormatEntry":
+        """The entry of a class of formats.
+
+        Args:
+            format_class: has a `pattern`, and is made from its options. It may have `recognises`
+                and an `ambiguous_pattern`.
+            options: a dataclass with the keys of a dataset, and their defaults.
+        """
+        return cls(
+            format_class.pattern,
+            lambda keys, where: format_class(parse_options(options, keys, where)),
+            getattr(format_class, "recognises", _never),
+            frozenset(each.name for each in fields(options)),
+            getattr(format_class, "ambiguous_pattern", ""),
+        )

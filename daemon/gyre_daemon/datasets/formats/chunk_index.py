@@ -42,14 +42,14 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
     is_servable,
 )
-from gyre_daemon.datasets.formats.sample_table import RaggedBounds, json_of, located_bounds
+from gyre_daemon.datasets.formats.sample_table import json_of, located_bounds
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.block_order import (
     BlockTable,
-    BlockTables,
     blocks_of_unequal_samples,
     blocks_that_begin_at,
+    kept_tables,
 )
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
@@ -593,7 +593,7 @@ class ChunkIndex(SampleIndex):
             [_of_all(scan, self._optional) for scan in scans], np.bool_, len(self._optional)
         )
         self._first = np.concatenate(([0], np.cumsum(self._rows))).astype(np.int64)
-        self._block_tables = BlockTables(self._make_blocks)
+        self._block_tables = kept_tables(self._make_blocks)
         if self._is_decoded:
             self._field_bytes = field_bytes(self._stored, self._rows, self._ends)
             self.chunk_bytes: Int64Array = self._field_bytes.sum(axis=1)
@@ -675,16 +675,16 @@ class ChunkIndex(SampleIndex):
         return Extents(self._shard[chunk], start, size, absent=absent, indexed=indexed)
 
     @cached_property
-    def _bounds(self) -> RaggedBounds:
+    def _bounds(self) -> Callable[[int], int]:
         return located_bounds(self)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
-        return self._bounds.largest(num_samples) if self._ragged else 0
+        return self._bounds(num_samples) if self._ragged else 0
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: a block is a decoded chunk, or has whole stored ones."""
-        return self._block_tables.of(io_block_bytes if not self._is_decoded else 0)
+        return self._block_tables(io_block_bytes if not self._is_decoded else 0)
 
     def _make_blocks(self, io_block_bytes: int) -> BlockTable:
         if self._is_decoded:

@@ -1,4 +1,4 @@
-"""Several indexes as one: shards of several schemas, the sources of a mixture, cast fields. Pure.
+"""Some samples of an index, and several indexes as one: filters, schemas, mixtures, casts. Pure.
 
 [Note: Indexes of several parts]
 
@@ -15,6 +15,8 @@ has; a column that a part lacks takes no stored bytes.
   source count by themselves.
 * A single part serves an index under other names and dtypes, and adds the columns of the shards'
   folders. Only the lengths of lists change then, so the digest is that of the part.
+
+A `View` has the samples of an index that a filter leaves.
 """
 
 import hashlib
@@ -37,7 +39,7 @@ from gyre_daemon.datasets.formats.base import (
     stored_fields,
 )
 from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of, num_samples
-from gyre_daemon.datasets.formats.sample_table import RaggedBounds, located_bounds
+from gyre_daemon.datasets.formats.sample_table import located_bounds
 from gyre_daemon.datasets.formats.schemas import (
     Schema,
     SchemaOptions,
@@ -46,7 +48,7 @@ from gyre_daemon.datasets.formats.schemas import (
     union_field,
 )
 from gyre_daemon.errors import ConfigError, InvalidRequest
-from gyre_daemon.order.block_order import BlockTable, BlockTables, blocks_that_begin_at
+from gyre_daemon.order.block_order import BlockTable, blocks_that_begin_at, kept_tables
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
@@ -197,6 +199,73 @@ def with_folders(index: SampleIndex, columns: Sequence[IndexedField]) -> SampleI
     return Concat(parts, stored_fields(index.fields), [*own, *more], index.digest())
 
 
+class View(SampleIndex):
+    """A `SampleIndex` of M samples of another one."""
+
+    def __init__(self, index: SampleIndex, kept: Int64Array, *, drops_chunks: bool) -> None:
+        """Keep which samples they are.
+
+        Args:
+            index: of all samples.
+            kept: int64 [M], ids in rising order; at least one.
+            drops_chunks: whether decoded shards lack the chunks without any of them.
+        """
+        self._index, self._kept, self.chunks = index, kept, None
+        chunks = chunks_of(index) if drops_chunks else None
+        if chunks:
+            chosen = np.unique(index.blocks(0).block_of(kept))
+            self.chunks = chunks.some(chosen)
+            self._moved = self.chunks.base - chunks.base[chosen]
+        self._bounds = located_bounds(self)
+        self._blocks = kept_tables(self._make_blocks)
+
+    @property
+    def unfiltered(self) -> SampleIndex:
+        """The index of all samples."""
+        return self._index
+
+    def stored_ids(self, sample_ids: Int64Array) -> Int64Array:
+        """The ids that samples have there."""
+        return self._kept[sample_ids]
+
+    @property
+    def num_samples(self) -> int:
+        """See `SampleIndex.num_samples`."""
+        return len(self._kept)
+
+    @property
+    def fields(self) -> Sequence[FieldSpec]:
+        """See `SampleIndex.fields`."""
+        return self._index.fields
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        extents = self._index.locate(self._kept[sample_ids])
+        if not self.chunks:
+            return extents
+        moved = self._moved[self.blocks(0).block_of(sample_ids)]
+        return replace(extents, start=extents.start + moved[:, None])
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`."""
+        return self._bounds(num_samples)
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`: those of the other index that have any sample left."""
+        return self._blocks(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        digest = hashlib.blake2b(b"filtered" + self._index.digest(), digest_size=16)
+        digest.update(self._kept.astype("<i8").data)
+        return digest.digest()
+
+    def _make_blocks(self, io_block_bytes: int) -> BlockTable:
+        table = self._index.blocks(io_block_bytes)
+        first = table.first_sample(np.arange(table.num_blocks + 1))
+        return blocks_that_begin_at(np.unique(np.searchsorted(self._kept, first)))
+
+
 class Concat:
     """A `SampleIndex` of the samples of one or more others.
 
@@ -236,7 +305,7 @@ class Concat:
         for number in range(len(parts)):
             counts = runs.counts[its := runs.part == number]
             self._first_in_part[its] = np.cumsum(counts) - counts
-        self._blocks = BlockTables(self._make_blocks)
+        self._blocks = kept_tables(self._make_blocks)
 
     @cached_property
     def chunks(self) -> Chunks | None:
@@ -306,17 +375,17 @@ class Concat:
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
-        return self._bounds.largest(num_samples)
+        return self._bounds(num_samples)
 
     @cached_property
-    def _bounds(self) -> RaggedBounds:
+    def _bounds(self) -> Callable[[int], int]:
         return located_bounds(self)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: those of the parts, in the order of the shards."""
         if len(self.parts) == 1:
             return self.parts[0].index.blocks(io_block_bytes)
-        return self._blocks.of(io_block_bytes)
+        return self._blocks(io_block_bytes)
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""

@@ -48,15 +48,16 @@ from gyre_daemon.datasets.formats.lines import (
     UTF8_MARK,
     Block,
     TextFormat,
+    decompress,
     framed_blocks,
     lines_of,
     pieces_of,
+    recognised,
     scan_lines,
     text_column,
 )
 from gyre_daemon.datasets.formats.schemas import SchemaOptions
 from gyre_daemon.datasets.formats.values import check_json, lone_surrogate, without_surrogates
-from gyre_daemon.datasets.formats.zstd import decompress, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

@@ -37,6 +37,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     num_samples,
 )
 from gyre_daemon.datasets.formats.concat import assemble_union
+from gyre_daemon.datasets.formats.lines import MAX_FRAME_BYTES, decompress, frames, recognised
 from gyre_daemon.datasets.formats.sample_table import (
     SampleTable,
     check_columns,
@@ -50,7 +51,6 @@ from gyre_daemon.datasets.formats.schemas import (
     common_schema,
 )
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
-from gyre_daemon.datasets.formats.zstd import MAX_FRAME_BYTES, decompress, frames, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

@@ -23,64 +23,61 @@ from gyre_daemon.datasets.formats.base import (
 )
 from gyre_daemon.order.block_order import (
     BlockTable,
-    BlockTables,
     blocks_of_equal_samples,
     blocks_of_unequal_samples,
+    kept_tables,
 )
 from gyre_daemon.order.permutation import Int64Array
 
 # Batch sizes whose bounds are kept: a bound takes a pass over all samples, and an open session asks
 # for its own again and again.
 _MAX_KEPT_BOUNDS = 256
-# Samples whose sizes are found at once, to bound the memory that takes.
-_SAMPLES_AT_ONCE = 1 << 20
+# Samples located at once, to bound the memory that takes.
+_AT_ONCE = 1 << 16
 
 
-class RaggedBounds:
-    """Bounds by the number of samples; each is found once."""
+def ragged_bounds(sample_bytes: Callable[[], Int64Array]) -> Callable[[int], int]:
+    """Bounds of bytes by the number of samples; see `SampleIndex.max_ragged_bytes`.
 
-    def __init__(self, sample_bytes: Callable[[], Int64Array]) -> None:
-        """Look at no sample yet.
+    A sample occurs at most once in each epoch that the positions touch, so a bound takes the
+    largest samples once for each of these epochs.
 
-        Args:
-            sample_bytes: returns int64 [N], the bytes of all ragged fields of each sample.
-        """
-        self._sample_bytes = sample_bytes
-        self._kept: dict[int, int] = {}
+    Args:
+        sample_bytes: returns int64 [N], the bytes of all ragged fields of each sample.
+    """
 
-    def largest(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`.
-
-        A sample occurs at most once in each epoch that the positions touch, so the bound takes the
-        largest samples once for each of these epochs.
-        """
-        if num_samples not in self._kept:
-            if len(self._kept) >= _MAX_KEPT_BOUNDS:
-                self._kept.clear()
-            self._kept[num_samples] = self._find(num_samples)
-        return self._kept[num_samples]
-
-    def _find(self, num_samples: int) -> int:
-        sample_bytes = self._sample_bytes()
-        total = len(sample_bytes)
+    @functools.lru_cache(_MAX_KEPT_BOUNDS)
+    def largest(num_samples: int) -> int:
+        each = sample_bytes()
+        total = len(each)
         num_epochs = num_samples // max(total, 1) + 2
         num_smaller = total - min(-(-num_samples // num_epochs), total)
-        return num_epochs * int(np.partition(sample_bytes, num_smaller)[num_smaller:].sum())
+        return num_epochs * int(np.partition(each, num_smaller)[num_smaller:].sum())
+
+    return largest
 
 
-def located_bounds(index: SampleIndex) -> RaggedBounds:
+def column_of_all(
+    index: SampleIndex, sample_ids: Int64Array, of: Callable[[Extents], Int64Array]
+) -> Int64Array:
+    """A column of samples, int64 [n], from their extents; few are located at a time."""
+    parts = [
+        of(index.locate(sample_ids[begin : begin + _AT_ONCE]))
+        for begin in range(0, len(sample_ids), _AT_ONCE)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def located_bounds(index: SampleIndex) -> Callable[[int], int]:
     """The bounds of an index, found by locating its samples."""
-    return RaggedBounds(functools.partial(_ragged_bytes, index))
+    return ragged_bounds(functools.partial(_ragged_bytes, index))
 
 
 def _ragged_bytes(index: SampleIndex) -> Int64Array:
     """Int64 [N], the bytes of all ragged fields of each sample."""
     ragged = [spec.ragged for spec in stored_fields(index.fields)]
-    total = np.empty(index.num_samples, np.int64)
-    for begin in range(0, len(total), _SAMPLES_AT_ONCE):
-        ids = np.arange(begin, min(begin + _SAMPLES_AT_ONCE, len(total)))
-        total[ids] = index.locate(ids).tensor_bytes[:, ragged].sum(axis=1)
-    return total
+    ids = np.arange(index.num_samples)
+    return column_of_all(index, ids, lambda found: found.tensor_bytes[:, ragged].sum(axis=1))
 
 
 def check_extents(arrays: Arrays, file_bytes: int) -> None:
@@ -189,9 +186,9 @@ class SampleTable:
         self._first = np.concatenate(([0], np.cumsum(samples_per_shard))).astype(np.int64)
         self._start, self._size = start, size
         self._lengths, self._absent, self._indexed = lengths or {}, absent, indexed
-        self._blocks = BlockTables(self._make_blocks)
+        self._blocks = kept_tables(self._make_blocks)
         is_ragged = [spec.ragged for spec in stored_fields(fields)]
-        self._bounds = RaggedBounds(lambda: size[:, is_ragged].sum(axis=1))
+        self._bounds = ragged_bounds(lambda: size[:, is_ragged].sum(axis=1))
         digest = hashlib.blake2b(identity, digest_size=16)
         for table in (start, size, *self._lengths.values(), *indexed):
             digest.update(table.tobytes())
@@ -223,11 +220,11 @@ class SampleTable:
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
-        return self._bounds.largest(num_samples)
+        return self._bounds(num_samples)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: 16 bytes per block, made in one pass over all samples."""
-        return self._blocks.of(io_block_bytes)
+        return self._blocks(io_block_bytes)
 
     def _make_blocks(self, io_block_bytes: int) -> BlockTable:
         shard = np.repeat(np.arange(len(self._first) - 1), np.diff(self._first))
@@ -267,7 +264,7 @@ class StridedIndex:
         self._first = np.concatenate(([0], np.cumsum(counts)))
         self.num_samples = int(self._first[-1])
         self._identity = identity
-        self._blocks = BlockTables(
+        self._blocks = kept_tables(
             lambda block_bytes: blocks_of_equal_samples(counts, stride_bytes, block_bytes)
         )
 
@@ -288,7 +285,7 @@ class StridedIndex:
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`; the table takes a few bytes per shard."""
-        return self._blocks.of(io_block_bytes)
+        return self._blocks(io_block_bytes)
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from gyre_daemon.config import DatasetConfig, MixtureConfig, PackConfig
 from gyre_daemon.datasets.checks import CorruptReports
-from gyre_daemon.datasets.dataset import Dataset, Prefix
+from gyre_daemon.datasets.dataset import Dataset, Memo, Prefix
 from gyre_daemon.datasets.formats.concat import MixedIndex, Source
 from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,
@@ -55,8 +55,10 @@ OpenSource = Callable[[str, DatasetConfig], Awaitable[Dataset]]
 FilterLate = Callable[[str, DatasetConfig, Dataset], Awaitable[Dataset]]
 # Each takes 20 bytes for each document. Jobs keep the one that they read in any case; with fewer,
 # a job that describes one and then opens it may pack twice.
-_MAX_KEPT = 8
+_MAX_PACKED = 8
+_MAX_MIXTURES = 1024  # as many as are configured; those of sources that are gone make way
 Sources = Sequence[tuple[str, Dataset]]
+Mixed = tuple[Dataset, Mapping[str, Dataset]]  # a mixture, and its sources by name
 
 
 class Catalog:
@@ -105,11 +107,12 @@ class Catalog:
         self._locks: dict[str, asyncio.Lock] = {}
         self._lint_locks: dict[str, asyncio.Lock] = {}
         # of open datasets that grow, by name, fingerprint and number of shards
-        self._prefixes: dict[tuple[str, str, int], Prefix] = {}
+        self._prefixes: Memo[Prefix] = Memo(_MAX_PREFIXES)
         self.open_source: OpenSource = self.open
         self.filter_late: FilterLate = _unfiltered
-        self._packed = PackedDatasets()
-        self._mixtures = Mixtures()
+        self._packed: Memo[Dataset] = Memo(_MAX_PACKED)
+        self._packing = asyncio.Lock()
+        self._mixtures: Memo[Mixed] = Memo(_MAX_MIXTURES)
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
@@ -190,7 +193,12 @@ class Catalog:
                 (each, await self.open_source(*self.resolve(each)))
                 for each in config.mixture.sources
             ]
-            dataset = self._mixtures.of(name, config, sources)
+            origin = config.mixture, *(source for _, source in sources)
+            mixed = self._mixtures.get(name, *origin)
+            if mixed is None:
+                made = _mixed(name, config.mixture, sources)
+                mixed = self._mixtures.keep((made, dict(sources)), name, *origin)
+            dataset = mixed[0]
         else:
             documents = await self.stored(name, config)
             dataset = await self.filter_late(name, config, documents)
@@ -202,11 +210,36 @@ class Catalog:
         Raises:
             InvalidRequest: its samples cannot be packed so.
         """
-        return await self._packed.of(documents, config)
+        key = documents.fingerprint, documents.transforms, config
+        if found := self._packed.get(key, documents.storage):  # while another one may be packed
+            return found
+        async with self._packing:
+            found = self._packed.get(key, documents.storage)
+            if found is None:
+                packed = await compute(
+                    pack,
+                    documents.sized,
+                    documents.fields,
+                    documents.num_made,
+                    documents.corrupt,
+                    config,
+                    documents.mixture,
+                )
+                found = replace(
+                    documents,
+                    packed=packed,
+                    mixture=packed.mixed.mixture if packed.mixed else None,
+                    fingerprint=packed.fingerprint(documents.fingerprint, documents.transforms),
+                    corrupt=NO_SAMPLES,
+                    grows=False,  # sequences of the first shards may have later documents too
+                )
+                self._packed.keep(found, key, documents.storage)
+            return found
 
     def source_of(self, name: str, source: str) -> Dataset | None:
         """An open source of an open mixture."""
-        return self._mixtures.source(name, source)
+        mixed = self._mixtures.latest(name)
+        return mixed[1].get(source) if mixed else None
 
     async def stored(self, name: str, config: DatasetConfig) -> Dataset:
         """The open dataset, as it is before `filter_late` and packing.
@@ -239,7 +272,8 @@ class Catalog:
         """
         async with self._locks.setdefault(name, asyncio.Lock()):
             key = name, dataset.fingerprint, num_shards
-            if key not in self._prefixes:
+            prefix = self._prefixes.get(key)
+            if prefix is None:
                 opening = await self._scanned(name, config)
                 prefix = await self._indexer.prefix(opening, dataset, num_shards)
                 if prefix is None:
@@ -247,10 +281,8 @@ class Catalog:
                         f"the shards of `{dataset.name}` have changed since the dataset was "
                         "opened; `gyre index` looks again"
                     )
-                if len(self._prefixes) >= _MAX_PREFIXES:
-                    del self._prefixes[next(iter(self._prefixes))]
-                self._prefixes[key] = prefix
-            return self._prefixes[key]
+                self._prefixes.keep(prefix, key)
+            return prefix
 
     async def num_shards_then(self, dataset: Dataset, fingerprint: str) -> int:
         """How many shards a dataset had when it had this fingerprint; 0 if that is not known."""
@@ -396,94 +428,6 @@ def name_of(config: DatasetConfig) -> str:
         default=str,
     )
     return f"{uri} {options}"
-
-
-class PackedDatasets:
-    """Packs each dataset once in each way; the last few are kept."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, str, PackConfig], Dataset] = {}
-        self._lock = asyncio.Lock()
-
-    async def of(self, documents: Dataset, config: PackConfig) -> Dataset:
-        """A dataset whose samples are the packed sequences of another one's.
-
-        Raises:
-            InvalidRequest: as `packing.pack`.
-        """
-        key = documents.fingerprint, documents.transforms, config
-        found = self._kept.get(key)
-        if found and found.storage is documents.storage:  # while another one may be packed
-            self._kept[key] = self._kept.pop(key)
-            return found
-        async with self._lock:
-            found = self._kept.pop(key, None)
-            if found is None or found.storage is not documents.storage:
-                packed = await compute(
-                    pack,
-                    documents.sized,
-                    documents.fields,
-                    documents.num_made,
-                    documents.corrupt,
-                    config,
-                    documents.mixture,
-                )
-                fingerprint = packed.fingerprint(documents.fingerprint, documents.transforms)
-                found = replace(
-                    documents,
-                    packed=packed,
-                    mixture=packed.mixed.mixture if packed.mixed else None,
-                    fingerprint=fingerprint,
-                    corrupt=NO_SAMPLES,
-                    grows=False,  # sequences of the first shards may have later documents too
-                )
-                self._kept = dict([*self._kept.items()][1 - _MAX_KEPT :])
-            self._kept[key] = found
-            return found
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._kept.clear()
-
-
-class Mixtures:
-    """Mixes each mixture once, and again when one of its sources was opened again."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[MixtureConfig, list[Dataset], Dataset]] = {}
-
-    def of(self, name: str, config: DatasetConfig, sources: Sources) -> Dataset:
-        """The dataset of a mixture.
-
-        Args:
-            name: of the mixture.
-            config: of the mixture.
-            sources: its open sources, by name.
-
-        Raises:
-            ConfigError: they cannot be mixed.
-        """
-        assert config.mixture
-        opened = [dataset for _, dataset in sources]
-        if name in self._kept:
-            how, before, mixed = self._kept[name]
-            same = [one is other for one, other in zip(before, opened, strict=False)]
-            if how == config.mixture and len(before) == len(opened) and all(same):
-                return mixed
-        mixed = _mixed(name, config.mixture, sources)
-        self._kept[name] = config.mixture, opened, mixed
-        return mixed
-
-    def source(self, name: str, source: str) -> Dataset | None:
-        """The source of this name of a mixture; None if there is none."""
-        if name not in self._kept:
-            return None
-        config, opened, _ = self._kept[name]
-        return dict(zip(config.sources, opened, strict=True)).get(source)
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._kept.clear()
 
 
 def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:

@@ -23,6 +23,7 @@ from gyre_daemon.datasets.checks import (
     SampleChecker,
     check_limit,
 )
+from gyre_daemon.datasets.codecs import chosen_fields, with_lengths
 from gyre_daemon.datasets.dataset import (
     Dataset,
     Prefix,
@@ -31,9 +32,8 @@ from gyre_daemon.datasets.dataset import (
     fingerprint_ranges,
     sample_ranges,
 )
-from gyre_daemon.datasets.fields import chosen_fields, with_lengths
 from gyre_daemon.datasets.filters import apply_filter, asked_of, numbered
-from gyre_daemon.datasets.formats import FieldSpec, Format, ListedFormat, SampleIndex, shown_format
+from gyre_daemon.datasets.formats import FieldSpec, Format, ListedFormat, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.concat import (
@@ -43,14 +43,16 @@ from gyre_daemon.datasets.formats.concat import (
 )
 from gyre_daemon.datasets.indexing.changes import ChecksumStore, PreviousIndex
 from gyre_daemon.datasets.indexing.format_search import (
+    FileListing,
     FoundFormat,
+    ManifestReader,
     Nested,
     find_format,
     find_nested,
+    list_files,
     open_partitions,
     partitions_of,
 )
-from gyre_daemon.datasets.indexing.listing import FileListing, ManifestReader, list_files
 from gyre_daemon.datasets.indexing.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.shards import (
     IndexedShard,
@@ -65,7 +67,7 @@ from gyre_daemon.datasets.indexing.unpacked import (
     check_distinct,
     unpacked_name,
 )
-from gyre_daemon.datasets.known_formats import FORMATS, make_format
+from gyre_daemon.datasets.known_formats import FORMATS, make_format, shown_format
 from gyre_daemon.datasets.made_shards import Decoders, decoded_shards, places_of
 from gyre_daemon.datasets.scanning import scan_workers
 from gyre_daemon.datasets.sidecars import SidecarStore
@@ -314,12 +316,8 @@ class Indexer:
         inspected = cast("list[Arrays]", opening.scans[: len(shards)])
         if opening.scan is None:
             inspected = await self.probed(opening, served, refresh=refresh, num_shards=len(shards))
-        damaged: Sequence[DamagedSample] = ()
-        if opening.config.on_corrupt == "replace" and isinstance(opening.format, TolerantFormat):
-            index, damaged = await compute(opening.format.assemble_tolerantly, shards, inspected)
-        else:
-            index = await compute(opening.format.assemble, shards, inspected)
-        return with_folders(index, opening.columns), damaged
+        is_tolerant = opening.config.on_corrupt == "replace"
+        return await assembled(opening, shards, inspected, opening.columns, is_tolerant=is_tolerant)
 
     async def probed(
         self,
@@ -392,6 +390,27 @@ class Indexer:
                 files.append(cast("LocalFile", opening.source.local_file(number)))
                 shards.append(listed)
         return self._opener.local(files, shards, opening.unpacked)
+
+
+async def assembled(
+    opening: OpeningDataset,
+    shards: Sequence[Shard],
+    inspected: Sequence[Arrays],
+    columns: Sequence[IndexedField],
+    *,
+    is_tolerant: bool,
+) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+    """The index of shards, with the columns of their folders, and its samples that are damaged.
+
+    Raises:
+        CorruptSample: they do not make one dataset, or, unless it is tolerant, one is damaged.
+    """
+    damaged: Sequence[DamagedSample] = ()
+    if is_tolerant and isinstance(opening.format, TolerantFormat):
+        index, damaged = await compute(opening.format.assemble_tolerantly, shards, inspected)
+    else:
+        index = await compute(opening.format.assemble, shards, inspected)
+    return with_folders(index, columns), damaged
 
 
 def behind_cache(

@@ -14,12 +14,12 @@ import numpy as np
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks import CheckedShard, DecodedShards
-from gyre_daemon.datasets.fields import chosen_fields
+from gyre_daemon.datasets.codecs import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
-from gyre_daemon.datasets.formats.concat import with_fields, with_folders
-from gyre_daemon.datasets.indexing.indexer import Indexer
+from gyre_daemon.datasets.formats.concat import with_fields
+from gyre_daemon.datasets.indexing.indexer import Indexer, assembled
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
 from gyre_daemon.datasets.shard_worker import CheckMedia
@@ -136,7 +136,8 @@ async def lint_dataset(
         return
     fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
     index = with_fields(index, fields)
-    decoded = _decoded_of(indexer, shards, index)
+    chunks = chunks_of(index)
+    decoded = DecodedShards(shards, chunks, index, indexer.decoding) if chunks else None
     checking = indexer.checker.run(
         opening.location,
         decoded or shards,
@@ -157,15 +158,6 @@ async def lint_dataset(
                 continue
             empty = await compute(_first_empty, index, shard)
             yield tally.checked(shards, shard, by_shard.get(shard.number, ()), empty)
-
-
-def _decoded_of(
-    indexer: Indexer, shards: "_SoundShards", index: SampleIndex
-) -> DecodedShards | None:
-    """The shards as their chunks are decoded; None where samples are no rows of chunks."""
-    if not (chunks := chunks_of(index)):
-        return None
-    return DecodedShards(shards, chunks, index, indexer.decoding)
 
 
 def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
@@ -190,13 +182,8 @@ async def _assemble(
         inspected = await indexer.probed(opening, opening.source, refresh=True)
     else:
         inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]
-    damaged: Sequence[DamagedSample] = ()
-    if isinstance(opening.format, TolerantFormat):
-        index, damaged = await compute(opening.format.assemble_tolerantly, shards.shards, inspected)
-    else:
-        index = await compute(opening.format.assemble, shards.shards, inspected)
     columns = [column.of_some(shards.numbers) for column in opening.columns]
-    return with_folders(index, columns), damaged
+    return await assembled(opening, shards.shards, inspected, columns, is_tolerant=True)
 
 
 @dataclass(slots=True)

@@ -1,15 +1,18 @@
-"""The format `parquet`: each row of a row group is one sample.
+"""The formats `arrow` and `parquet`: each row of a record batch or of a row group is one sample.
 
-pyarrow scans files and decodes row groups. It is imported when the first file is read, by compute
-workers that may be killed. Nothing is read ahead and no thread is started.
+pyarrow scans files and decodes chunks, see `arrow_rows`. It is imported when the first file is
+read, by compute workers that may be killed. Nothing is read ahead and no thread is started. Of an
+Arrow IPC file or stream, chunks are decoded only if they are compressed, or a column is no range of
+bytes.
 """
 
 import io
 import os
 import zlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 import numpy as np
 
@@ -32,7 +35,12 @@ from gyre_daemon.datasets.formats.chunk_index import (
     num_rows,
 )
 from gyre_daemon.datasets.formats.concat import assemble_union
-from gyre_daemon.datasets.formats.schemas import ColumnOptions, Wanted, scan_version
+from gyre_daemon.datasets.formats.schemas import (
+    ColumnOptions,
+    Wanted,
+    are_compressed,
+    scan_version,
+)
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import PositionedFile, Shard
 
@@ -51,15 +59,71 @@ _SLACK_BYTES = 128
 _footers: dict[tuple[Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
 
-class ParquetFormat(ChunkFormat):
+class _ColumnFormat(ChunkFormat):
+    """A `Format` of files with columns, which pyarrow reads.
+
+    Attributes:
+        name: of the format.
+    """
+
+    name: ClassVar[str]
+    unpacks_gzip = False
+
+    def __init__(self, options: ColumnOptions) -> None:
+        """Refuse to start without the library.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+        """
+        require_library("pyarrow", f"the format {self.name} needs", "arrow")
+        self._options, self._columns = options, options.wanted
+
+    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `ChunkFormat.index_of`."""
+        return assemble_union(self._options, shards, inspected, "fields", self._index_of_equal)
+
+    @abstractmethod
+    def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
+        """The index of shards that have the same columns."""
+
+
+class ArrowFormat(_ColumnFormat):
+    """A `Format` that reads the metadata of record batches, and where their rows begin."""
+
+    name = "arrow"
+    pattern = "*.{arrow,arrows,ipc,feather}"
+    noun = "record batch"
+
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: a file's magic; streams have none."""
+        return head.startswith(b"ARROW1\0\0")
+
+    @property
+    def inspection(self) -> Scan:
+        """See `Format.inspection`."""
+        version, run = scan_version("arrow/3", self._columns), partial(_scan_arrow, self._columns)
+        return Scan(version, run, num_rows, check_chunks, ragged=self._options.ragged)
+
+    def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
+        pairs = [pair for pair in zip(shards, inspected, strict=True) if num_rows(pair[1])]
+        decoded = are_compressed([shard for shard, _ in pairs], ["base" not in s for _, s in pairs])
+        identity = f"arrow {self._columns.pairs}".encode()
+        if pairs and not decoded:
+            identity = b"arrow " + pairs[0][1]["fields"].tobytes()
+        decode = partial(_decode_arrow, self._columns)
+        return ChunkIndex(shards, inspected, decode, self.noun, identity)
+
+
+class ParquetFormat(_ColumnFormat):
     """A `Format` whose chunks are row groups.
 
     Files are asked for their footers, and for those columns whose lengths or nulls are
     not known from there.
     """
 
+    name = "parquet"
     pattern = "*.{parquet,parq}"
-    unpacks_gzip = False
     noun = "row group"
 
     @staticmethod
@@ -67,36 +131,34 @@ class ParquetFormat(ChunkFormat):
         """See `FormatEntry.recognises`: its magic."""
         return head.startswith(b"PAR1")
 
-    def __init__(self, options: ColumnOptions) -> None:
-        """Refuse to start without the library that reads such files.
-
-        Raises:
-            ConfigError: pyarrow is not installed.
-        """
-        require_library("pyarrow", "the format parquet needs", "arrow")
-        self._options, self._columns = options, options.wanted
-
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        version, run = scan_version("parquet/3", self._columns), partial(_scan, self._columns)
-        ragged = self._options.ragged
+        version = scan_version("parquet/3", self._columns)
+        run, ragged = partial(_scan_parquet, self._columns), self._options.ragged
         return Scan(version, run, num_rows, check_chunks, seeks=True, ragged=ragged)
 
-    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `ChunkFormat.index_of`."""
+    def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
         identity = f"parquet {self._columns.pairs}".encode()
-        decode = partial(_decode, self._columns)
-        return assemble_union(
-            self._options,
-            shards,
-            inspected,
-            "fields",
-            lambda some, scans: ChunkIndex(some, scans, decode, self.noun, identity),
-        )
+        decode = partial(_decode_parquet, self._columns)
+        return ChunkIndex(shards, inspected, decode, self.noun, identity)
 
 
-def _scan(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
+def _scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
+    """See `scan_arrow`, which needs pyarrow: only compute workers import it."""
+    from gyre_daemon.datasets.formats.arrow_rows import scan_arrow  # noqa: PLC0415
+
+    return scan_arrow(wanted, shard, file)
+
+
+def _decode_arrow(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
+    """See `decode_batch`; a `Decode`."""
+    from gyre_daemon.datasets.formats.arrow_rows import decode_batch  # noqa: PLC0415
+
+    return decode_batch(wanted, chunk)
+
+
+def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
     """The `chunk_arrays` of a file.
 
     Raises:
@@ -140,7 +202,7 @@ def _scan(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
         raise corrupt(shard, None, f"{where} cannot be read: {error!s:.500}") from error
 
 
-def _decode(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
+def _decode_parquet(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
     """The columns of a row group; a `Decode`."""
     (_, footer), *pieces = chunk.pieces
     metadata, columns = _footer(wanted, chunk.shard, footer)
