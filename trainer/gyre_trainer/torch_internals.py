@@ -14,11 +14,19 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+# The bases of tools that see operators; torch exports none.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 # Torch exports no functions for nested values that know the containers of libraries.
 from torch.utils._pytree import (
@@ -33,11 +41,15 @@ from torch.utils._pytree import (
 __all__ = [
     "BatchNorm",
     "DTensorSpec",
+    "DataDependentOutputException",
     "Dropout",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
     "TreeSpec",
     "at_end_of_backward",
     "base_of",
-    "buffers_of",
     "child_of",
     "dtensor_handlers",
     "gradient_hooks_of",
@@ -45,6 +57,7 @@ __all__ = [
     "has_dispatch_modes",
     "hooks_of",
     "is_fake",
+    "is_traceable_wrapper_subclass",
     "number_of_backward",
     "parameters_of",
     "profiler_enabled",
@@ -58,9 +71,12 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "uncompiled",
+    "unset_fake_temporarily",
     "version_of",
     "without_dispatch",
 ]
+
+DTensorSpec = Any  # how a DTensor is cut: its mesh, placements and shape; torch exports no name
 
 # A check that costs nothing without a trace; torch has no public one.
 profiler_enabled: Callable[[], bool] = _profiler_enabled
@@ -111,19 +127,29 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers by name, to replace one; `named_buffers` leaves out those of None."""
-    return module._buffers
-
-
 def child_of(module: nn.Module, name: str) -> nn.Module | None:
     """A module's child; `get_submodule` takes eight times as long."""
     return module._modules.get(name)
 
 
-# The classes that all dropouts, and all norms with statistics of batches, derive from.
-Dropout = nn.modules.dropout._DropoutNd
-BatchNorm = nn.modules.batchnorm._NormBase
+# The classes that dropouts, and norms with statistics of batches or items, derive from.
+Dropout = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+BatchNorm = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 

@@ -31,9 +31,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
+
+from gyre_trainer.torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
 
 
 class Ran(NamedTuple):

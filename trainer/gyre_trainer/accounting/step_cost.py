@@ -30,16 +30,8 @@ import torch
 import torch.distributed as dist
 from gyre_protos.program import die_with
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
 from gyre_trainer.accounting.counters import (
@@ -54,6 +46,14 @@ from gyre_trainer.accounting.counters import (
 from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.shards.initialisation import allocate
+from gyre_trainer.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    unset_fake_temporarily,
+)
 from gyre_trainer.training.build import blocks_of, encode_frozen, features_of, plain
 from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig

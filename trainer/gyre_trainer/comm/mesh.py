@@ -4,10 +4,10 @@ from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.errors import MeshError
+from gyre_trainer.torch_internals import without_dispatch
 
 REPLICATE_AXIS, ROTATE_AXIS = "replicate", "rotate"
 
@@ -106,7 +106,7 @@ def unnamed(mesh: DeviceMesh) -> DeviceMesh:
     found = _UNNAMED.get(mesh)  # type: ignore[no-untyped-call]
     if found is None:
         # A mesh reads the values of its tensor of ranks, which a fake tensor has not.
-        with _disable_current_modes():
+        with without_dispatch():
             found = _UNNAMED[mesh] = _same_groups(mesh)
     assert isinstance(found, DeviceMesh)
     return found

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from gyre_trainer.layers.recomputed_layers import RecomputedLayer
 from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, own_class
 from gyre_trainer.shards.layout import local_of, place_of
-from gyre_trainer.torch_internals import buffers_of, parameters_of
+from gyre_trainer.torch_internals import parameters_of
 
 
 def table(lines: Sequence[Sequence[str]], *, num_texts: int) -> str:
@@ -219,7 +219,7 @@ def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry
     yield from _entry(path, module, read, "rotated", "ReadRule", seen)
     whole = {name: p for name, p in own.items() if name not in read}
     yield from _entry(path, module, whole, "replicated", "", seen)
-    buffers = {name: b for name, b in buffers_of(module).items() if b is not None}
+    buffers = dict(module.named_buffers(recurse=False))
     yield from _entry(path, module, buffers, "local", "", seen)
 
 

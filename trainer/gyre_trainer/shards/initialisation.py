@@ -37,14 +37,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import place_of
 from gyre_trainer.shards.sharded_parameters import note_replaced, note_rewritten
-from gyre_trainer.torch_internals import buffers_of, is_fake, parameters_of, storage_number
+from gyre_trainer.torch_internals import (
+    TorchDispatchMode,
+    is_fake,
+    parameters_of,
+    storage_number,
+)
 
 _Init = Callable[[nn.Module], object]
 
@@ -177,10 +181,10 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        for place, argument in enumerate(func._schema.arguments):
-            value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
-            if argument.is_write and isinstance(value, Tensor):
-                self.storages.add(storage_number(value))
+        is_in_place = func.name().partition(".")[0].endswith("_")  # by torch's convention
+        written = args[0] if is_in_place else (kwargs or {}).get("out")
+        if isinstance(written, Tensor):
+            self.storages.add(storage_number(written))
         return func(*args, **kwargs or {})
 
 
@@ -276,7 +280,7 @@ def make_buffers(model: nn.Module, device: torch.device) -> None:
     """
     constructed: dict[str, nn.Module | Exception] = {}
     for path, module in list(model.named_modules()):
-        kept = {**buffers_of(module), **vars(module)}
+        kept = {**_buffers_of(module), **vars(module)}
         names = [name for name, tensor in kept.items() if _is_on_meta(tensor)]
         if names:
             name = f"{path}.{names[0]}".removeprefix(".")
@@ -378,7 +382,12 @@ def _is_like(module: nn.Module, made: nn.Module) -> bool:
 
 def _has_all(module: nn.Module, made: nn.Module) -> bool:
     """Whether the second module has all buffers of the first one."""
-    return buffers_of(module).keys() <= buffers_of(made).keys()
+    return _buffers_of(module).keys() <= _buffers_of(made).keys()
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers by name."""
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
@@ -419,16 +428,15 @@ def _take_tensors(module: nn.Module, made: nn.Module, device: torch.device) -> N
             )
         return moved.setdefault(id(value), value.to(device))
 
-    for name, buffer in buffers_of(module).items():
+    for name, buffer in _buffers_of(module).items():
         if _is_on_meta(buffer):
-            found = buffers_of(made).get(name)
-            assert buffer is not None
+            found = _buffers_of(made).get(name)
             if found is None or (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
                 raise RotationError(
                     f"buffer {name} of {type(module).__name__} is on meta, and its constructor "
                     f"now makes another one of that name. Create it on a real device."
                 )
-            buffers_of(module)[name] = taken(found)
+            setattr(module, name, taken(found))
     for name, value in vars(module).items():
         if _is_on_meta(value) and isinstance(vars(made).get(name), Tensor):
             vars(module)[name] = taken(vars(made)[name])
