@@ -192,21 +192,11 @@ def adapters_inside_a_block() -> None:
     adapted(model, "lora")(input_ids=tokens(0))
 
 
-def adapters_of_a_shard() -> None:
-    model = llama()
-    rotate_all(model, mesh=make_mesh("cpu", replicate=1), find_blocks=False)
-    adapted(model, "lora")
-    layer: Any = model.model.layers[0].self_attn.q_proj
-    layer.lora_B["default"] = nn.Linear(3, 12, bias=False).double()
-    model(input_ids=tokens(0))
-
-
 @pytest.mark.parametrize(
     ("program", "words"),
     [
         (magnitudes, ["reads the weights of a Linear", "use_dora=False"]),
         (adapters_inside_a_block, ["after it was rotated", "adapters", "Change the model first"]),
-        (adapters_of_a_shard, ["q_proj", "12 output features", "get_peft_model first"]),
     ],
 )
 def test_adapters_that_cannot_be_trained_are_refused(

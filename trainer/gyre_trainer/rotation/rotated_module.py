@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple, Self, cast
 from weakref import WeakValueDictionary
@@ -234,9 +235,9 @@ def _refuse_to_pickle(_protocol: object) -> Any:
 
 
 def adapt_library_models(model: nn.Module) -> None:
-    """Let the models of transformers inside save nothing, and make no cache unless asked to.
+    """Let the models of transformers inside keep their vocabulary, and make no cache by default.
 
-    `save_pretrained` names the function to use. By default, models make a cache of keys and values
+    `save_pretrained` names the function to use. Unasked, models make a cache of keys and values
     in each call, which blocks that rotate as one refuse: each slice would add its own heads.
     """
     library: Any = sys.modules.get("transformers.modeling_utils")
@@ -245,6 +246,7 @@ def adapt_library_models(model: nn.Module) -> None:
     for module in model.modules() if library else ():
         if isinstance(module, library.PreTrainedModel):
             cast("Any", module).save_pretrained = _refuse_save_pretrained
+            cast("Any", module).resize_token_embeddings = partial(_keep_vocabulary, module)
             if has_blocks:
                 module.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
@@ -269,6 +271,25 @@ def _refuse_save_pretrained(*_args: object, **_options: object) -> None:
     raise RotationError(
         "model.save_pretrained() would write the shards of this rank alone, because the model is "
         f"rotated. {SAVE_ADVICE}"
+    )
+
+
+def _keep_vocabulary(
+    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any
+) -> nn.Module:
+    """The method of a rotated model of transformers that resizes its embedding: the embedding.
+
+    Raises:
+        RotationError: it has another size.
+    """
+    embedding: nn.Module = model.get_input_embeddings()
+    size = embedding.get_parameter("weight").shape[0]
+    if new_num_tokens in (None, size) and not pad_to_multiple_of:
+        return embedding
+    raise RotationError(
+        f"{own_class(model).__name__} was rotated with an embedding of {size} tokens, and each "
+        f"rank has a shard, so resize_token_embeddings({new_num_tokens}) cannot change it. "
+        "Resize the model first, then rotate it."
     )
 
 

@@ -134,26 +134,6 @@ def adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from adapter.parameters()
 
 
-def require_whole(model: nn.Module) -> None:
-    """Refuse adapters that were made for a shard of their layer instead of the whole.
-
-    Raises:
-        RotationError: names the first.
-    """
-    for path, module in model.named_modules():
-        base = getattr(module, BASE_LAYER, None)
-        if not isinstance(base, nn.Linear):
-            continue
-        adapters_of(module)
-        for adapter in getattr(module, "lora_B", {}).values():
-            if isinstance(adapter, nn.Linear) and adapter.out_features != base.out_features:
-                raise RotationError(
-                    f"the adapter of {path} has {adapter.out_features} output features, but the "
-                    f"layer has {base.out_features}: peft took this rank's shard for the layer. "
-                    "Call get_peft_model first, then rotate."
-                )
-
-
 def plain_adapters(model: nn.Module) -> list[nn.Parameter]:
     """The adapters' parameters, where they are plain tensors with values and all that is trained.
 

@@ -10,7 +10,7 @@ Also here:
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ from gyre_trainer.torch_internals import (
     tree_map_only,
     uncompiled,
 )
-from gyre_trainer.whole.adapters import plain_adapters, require_whole
+from gyre_trainer.whole.adapters import plain_adapters
 from gyre_trainer.whole.averaged_gradients import ReplicatedGradients, take_first_ranks_values
 from gyre_trainer.whole.gathered import GatheredParameter, saved_by_place
 
@@ -413,7 +413,6 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
     module.register_forward_hook(_put_back, always_call=True)
     module.register_forward_hook(_watch_outputs)
     module.register_state_dict_pre_hook(_before_state)  # type: ignore[no-untyped-call]
-    _fix_vocabulary(module)
 
 
 @uncompiled
@@ -437,7 +436,6 @@ def _watch(module: nn.Module, _args: Any) -> None:
                     f"{name} was added to {type(module).__name__} after it was rotated, so its "
                     "gradient would never be averaged. Add layers first, then rotate the model."
                 )
-        require_whole(module)
         averaging.add(list(added.values()))
     sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
     averaging.require_known({name: p for name, p in sharded.items() if p.requires_grad})
@@ -559,33 +557,6 @@ def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Paramet
     return as_parameter(local, mesh, Replicate(), source)
 
 
-def _fix_vocabulary(model: nn.Module) -> None:
-    """Let `resize_token_embeddings` of transformers refuse to change a model whose parts rotate."""
-    for module in model.modules():
-        resize = getattr(module, "resize_token_embeddings", None)
-        if resize is not None and not isinstance(resize, partial):
-            vars(module)["resize_token_embeddings"] = partial(_resized, module)
-
-
-def _resized(
-    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any
-) -> nn.Module:
-    """The embedding, if it has this size already.
-
-    Raises:
-        RotationError: it has not.
-    """
-    embedding: nn.Module = module.get_input_embeddings()
-    size = embedding.get_parameter("weight").shape[0]
-    if new_num_tokens in (None, size) and not pad_to_multiple_of:
-        return embedding
-    raise RotationError(
-        f"{own_class(module).__name__} was rotated with an embedding of {size} tokens, and "
-        f"each rank has a shard, so resize_token_embeddings({new_num_tokens}) cannot change it. "
-        "Resize the model first, then rotate it."
-    )
-
-
 def register_forward_method(model: nn.Module, name: str) -> None:
     """Let a method of a rotated model read the model's own parameters, as its forward does.
 
@@ -604,8 +575,8 @@ def register_forward_method(model: nn.Module, name: str) -> None:
         register_forward_method(model, "encode")
         loss = contrast(model.encode(images), model.encode(texts))
     """
-    kind, method = own_class(model).__name__, getattr(model, name, None)
-    if not callable(method):
+    kind = own_class(model).__name__
+    if not callable(getattr(own_class(model), name, None)):
         raise RotationError(f"{kind} has no method {name!r}")
     if isinstance(model, RotatedModule):
         raise RotationError(
@@ -614,7 +585,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
         )
     if not hasattr(model, "grad_averaging") and not isinstance(model, ReplicatedModule):
         raise RotationError(f"{kind} is not rotated. First call rotate_all")
-    setattr(model, name, _InForward(model, name, method))
+    vars(model)[name] = partial(_in_forward, model, name)
 
 
 def _name_registration(module: nn.Module) -> None:
@@ -647,27 +618,21 @@ def _outside_of_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any)
         ) from error
 
 
-class _InForward:
-    """A method, called between the hooks of the module's forward."""
+@uncompiled
+def _in_forward(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the module's class between the hooks of the module's forward."""
 
-    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        self.__name__ = name
-        self.__doc__ = method.__doc__
-        self._module, self._method = module, method
+    def run(*args: Any, **kwargs: Any) -> Any:
+        method = partial(getattr(own_class(module), name), module)
+        if isinstance(module, ReplicatedModule):
+            return module.run_plain(method, args, kwargs)
+        return method(*args, **kwargs)
 
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self._module
-        before = vars(module).get("forward")
-        module.forward = self._run  # called by the module, after its hooks before a forward
-        try:
-            return module(*args, **kwargs)
-        finally:
-            del module.forward
-            if before is not None:
-                module.forward = before
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self._module, ReplicatedModule):
-            return self._module.run_plain(self._method, args, kwargs)
-        return self._method(*args, **kwargs)
+    before = vars(module).get("forward")
+    module.forward = run  # called by the module, after its hooks before a forward
+    try:
+        return module(*args, **kwargs)
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
