@@ -188,7 +188,6 @@ def _serve(parsed: argparse.Namespace) -> int:
     start_log(config.log_level, config.log_format)
     _log_warnings(effective)
     reread = partial(_reread, parsed) if parsed.config else None
-    gc.collect()
     gc.freeze()  # objects of now live as long as the daemon: no pass looks at them
     gc.set_threshold(*_COLLECT_AFTER)
     _log_descriptor_shortage(DescriptorShares.of(raise_descriptor_limit()), config)

@@ -33,6 +33,7 @@ def _run() -> int:
         )
         print(text, file=sys.stderr)
         return 2
+    gc.freeze()
     gc.enable()
     cli.main()
     return 0

@@ -4,7 +4,6 @@ It also reads integers of any size, which Python then refuses to print.
 """
 
 import re
-import tomllib
 from typing import Any
 
 # No key of ours has more than six parts. One of 200,000 took the parser 40 s.
@@ -31,6 +30,8 @@ def parse_toml(text: str) -> dict[str, Any]:
             an integer is far longer than 64 bits.
         RecursionError: Its lists or tables are nested too deep.
     """
+    import tomllib  # noqa: PLC0415  # a private daemon reads no file
+
     bare = _TEXT.sub(_placeholder, text)
     if deep := _DEEP_KEY.search(bare):
         line = bare.count("\n", 0, deep.start()) + 1

@@ -27,7 +27,7 @@ from benchmarks.loader.data import write_tokens
 from benchmarks.loader.processes import Memory, family, load_average
 
 NUM_TARS, SAMPLES_PER_TAR, IDLE_S = 1000, 10, 5.0
-MARK = "GYRE_BENCHMARK_START"  # in the environment of a start's processes
+MARK = "BENCHMARK_OF_A_START"  # in the environment of a start's processes
 REPOSITORY = Path(__file__).parents[3]
 ROOTS = ("client", "daemon", "protos", "common", ".")
 

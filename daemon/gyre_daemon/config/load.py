@@ -5,7 +5,6 @@ that of the link. Paths in the environment and in flags count from the working d
 of other programs do. A table of `mixtures` is a dataset whose samples are those of others.
 """
 
-import difflib
 import os
 import re
 import stat
@@ -76,6 +75,8 @@ def misspelt_variables(environment: Iterable[str], known: Sequence[str]) -> list
     for name in sorted(environment):
         if name in known or not name.startswith("GYRE_") or name.startswith(_OTHER_PROGRAMS):
             continue
+        import difflib  # noqa: PLC0415  # for a warning alone
+
         if close := difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE):
             warnings.append(
                 f"the environment has {name[:80]!r}, which nothing reads; did you mean {close[0]}?"

@@ -4,7 +4,6 @@ Storage keys and passwords stand in the same file as all else, and a line that w
 puts one under any other key.
 """
 
-import difflib
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -142,6 +141,8 @@ def converted(
 def check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Raise ConfigError for an unknown key, with the nearest one."""
     for key in table.keys() - set(known):
+        import difflib  # noqa: PLC0415  # for an error alone
+
         close = difflib.get_close_matches(key, known, n=1)
         advice = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(sorted(known))}"
         raise ConfigError(f"unknown key `{key}` in {where}; {advice}")

@@ -24,9 +24,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from msgspec import Struct, field
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -38,8 +39,7 @@ _IDLE_S = 30.0
 _WHOLE_PROCESS = 2  # as the kernel builds the number of a process's clock
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
+class _Worker(Struct, eq=False):
     """One thread of an executor, or a process that is counted among them.
 
     Attributes:
@@ -327,8 +327,7 @@ _MAX_IDLE_QUEUES = 64
 _BYTES_PER_S = 1 << 30
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Flow:
+class Flow(Struct, eq=False, weakref=True):
     """One job's claim on shared resources.
 
     Attributes:
@@ -407,16 +406,14 @@ class Turn:
         self.granted = None
 
 
-@dataclass(slots=True)
-class _FlowQueue:
+class _FlowQueue(Struct):
     """The waiting turns of one flow: a heap of (urgency, arrival, cost, turn)."""
 
     virtual_time: float  # among the flows of its user
     waiting: list[tuple[int, int, float, Turn]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _UserQueue:
+class _UserQueue(Struct):
     """The waiting turns of one user's flows."""
 
     virtual_time: float  # among the users

@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +15,6 @@ from gyre_daemon.datasets.codecs import LengthHistogram
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.columns import Measuring
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
@@ -27,9 +26,12 @@ from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.mounts import Mount
 
+if TYPE_CHECKING:
+    from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
+
 Kind = TypeVar("Kind", bound=Message)
 
-_FINDINGS: dict[FindingKind, "pb.LintFinding.Kind.ValueType"] = {
+_FINDINGS: "dict[FindingKind, pb.LintFinding.Kind.ValueType]" = {
     "corrupt": pb.LintFinding.KIND_CORRUPT,
     "odd": pb.LintFinding.KIND_ODD,
 }
@@ -107,7 +109,7 @@ def _from_packed(dataset: Dataset) -> pb.Packing:
     )
 
 
-def from_lint_progress(progress: LintProgress) -> pb.LintProgress:
+def from_lint_progress(progress: "LintProgress") -> pb.LintProgress:
     """The progress after one more shard was read or checked."""
     return like(
         pb.LintProgress,

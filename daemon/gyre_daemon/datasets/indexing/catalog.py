@@ -16,6 +16,7 @@ from collections.abc import (
 )
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +33,6 @@ from gyre_daemon.datasets.indexing.changes import (
     what_changed,
 )
 from gyre_daemon.datasets.indexing.indexer import Indexer
-from gyre_daemon.datasets.indexing.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.indexing.shards import IndexProgress, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.packing import pack
@@ -49,6 +49,9 @@ from gyre_daemon.storage.location import CLASS, allow_scheme, redact
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.storage.unions import MixedStorage
 from gyre_daemon.workers.compute_workers import ComputeServer
+
+if TYPE_CHECKING:
+    from gyre_daemon.datasets.indexing.linting import LintProgress
 
 _MAX_PREFIXES = 64  # each is small, and takes a look at all shards to find again
 OpenSource = Callable[[str, DatasetConfig], Awaitable[Dataset]]
@@ -345,7 +348,7 @@ class Catalog:
         config: DatasetConfig,
         check_media: CheckMedia,
         shards: range | None = None,
-    ) -> AsyncGenerator[LintProgress, None]:
+    ) -> "AsyncGenerator[LintProgress, None]":
         """Read every shard and check every sample, whatever was found before; see `lint_dataset`.
 
         Args:
@@ -354,6 +357,9 @@ class Catalog:
             check_media: see `lint_dataset`.
             shards: these alone; None for all.
         """
+        # no job needs what checks samples
+        from gyre_daemon.datasets.indexing.linting import lint_dataset  # noqa: PLC0415
+
         lock = self._lint_locks.setdefault(name, asyncio.Lock())
         async with lock if shards is None else contextlib.nullcontext():
             linting = lint_dataset(self._indexer, self._shown(name), config, check_media, shards)
