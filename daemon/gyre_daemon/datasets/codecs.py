@@ -11,7 +11,7 @@ is said of the stored bytes, and not where they lie.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -397,7 +397,8 @@ def _cast_form(form: FieldSpec, filled: FieldSpec, dtype: str) -> FieldSpec:
     return replace(cast, codec="default", default=bytes(value))
 
 
-class LengthHistogram(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LengthHistogram:
     """The lengths of one ragged field, in elements.
 
     Attributes:
