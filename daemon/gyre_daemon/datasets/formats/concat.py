@@ -296,6 +296,7 @@ class Concat:
         self._first_schema = np.cumsum([0, *(part.num_schemas for part in parts)])
         schemas = zip(parts, self._first_schema.tolist(), strict=False)
         self._maps = [_PartMap.of(part, schema, stored) for part, schema in schemas]
+        self._shards = [np.array(part.shards, np.int64) for part in parts]
         sizes = np.array([part.index.num_samples for part in parts], np.int64)
         runs = runs or Runs(np.arange(len(parts)), sizes)
         self._run_part = runs.part
@@ -353,9 +354,9 @@ class Concat:
 
     def _served(self, number: int, its: Extents) -> Extents:
         """The extents of samples of a part, as those of the dataset's fields and shards."""
-        fields, part = self._maps[number], self.parts[number]
-        if part.shards:
-            its = replace(its, shard=np.array(part.shards)[its.shard])
+        fields, shards = self._maps[number], self._shards[number]
+        if len(shards):
+            its = replace(its, shard=shards[its.shard])
         indexed = tuple(each.values(number, its) for each in self._indexed)
         if fields.keeps_all:
             return replace(its, indexed=indexed)
