@@ -96,7 +96,6 @@ class _Server(ThreadingWSGIServer):
         self.timeout_s = timeout_s
         handler = type("Handler", (_Handler,), {"timeout": timeout_s})
         super().__init__((address.host, address.port), handler)
-        self.socket.setblocking(False)  # a client may go between `select` and `accept`
 
     def server_bind(self) -> None:
         """Bind without looking up the name of the host, which HTTPServer does."""
@@ -122,8 +121,6 @@ class _Server(ThreadingWSGIServer):
         self._cannot_accept = False
         try:
             return super().get_request()
-        except BlockingIOError:  # it has gone meanwhile
-            raise
         except OSError:
             self._cannot_accept = True
             raise

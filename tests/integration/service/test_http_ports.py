@@ -91,6 +91,17 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
+def test_a_port_that_nothing_asks_takes_no_processor_time() -> None:
+    async def test() -> None:
+        async with serving() as port:
+            assert SAMPLE in await ask(port, ASK)
+            before_s = time.process_time()
+            await asyncio.sleep(0.5)
+            assert time.process_time() - before_s < 0.2
+
+    run(test)
+
+
 def test_a_scrape_is_answered_in_the_text_format() -> None:
     async def test() -> None:
         async with serving() as port:
