@@ -6,8 +6,7 @@ from typing import Any
 
 import grpc
 from gyre_client.transport.address import parse_address
-from gyre_client.transport.channel import CredentialFiles
-from gyre_client.transport.side_channel import TOKEN_KEY, Identity
+from gyre_client.transport.channel import TOKEN_KEY, CredentialFiles, Identity
 
 
 class _Identified(

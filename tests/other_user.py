@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gyre_client.transport.side_channel import TOKEN_KEY
+from gyre_client.transport.channel import TOKEN_KEY
 
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
 # A socket has the credentials of the process that connects it, whoever uses it afterwards. The user

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gyre_client.bench.opponents import EndlessShuffle
+from gyre_client.bench import EndlessShuffle
 from torch.utils.data import DataLoader
 
 from benchmarks.loader.data import SEQUENCE_LENGTH, Workload

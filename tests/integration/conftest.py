@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_client.targets.target import find_target
+from gyre_client.transport.target import find_target
 
 from tests.batches import NUM_SAMPLES, SAMPLE_LENGTH
 from tests.conftest import StartDaemon

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from gyre_client import Loader
-from gyre_client.bench.opponents import EndlessShuffle
+from gyre_client.bench import EndlessShuffle
 from torch.utils.data import DataLoader
 
 from benchmarks.loader.datasets import Rinas

@@ -49,7 +49,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_client.errors import DaemonFault, DaemonUnavailable
-from gyre_client.transport.side_channel import NotShared, SideChannel
+from gyre_client.transport.channel import NotShared, SideChannel
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library

@@ -28,7 +28,7 @@ from gyre_client.errors import (
     LeaseExpired,
     NotAuthenticated,
 )
-from gyre_client.messages.answers import BatchTensors, check_grant, check_group
+from gyre_client.transport.answers import BatchTensors, check_grant, check_group
 from gyre_client.transport.channel import chunk_data
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.transport.outbox import NEVER, Consumed, Outbox

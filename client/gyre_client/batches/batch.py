@@ -15,8 +15,8 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.arena import Loan, Memory
 from gyre_client.errors import DaemonFault, InvalidRequest
-from gyre_client.messages.answers import BFLOAT16, OFFSETS_SUFFIX
-from gyre_client.messages.arguments import choice
+from gyre_client.transport.answers import BFLOAT16, OFFSETS_SUFFIX
+from gyre_client.transport.arguments import choice
 
 _WIDER = {"int64": torch.int64, "int32": torch.int32, "stored": None}
 _FITS_INT32 = ("uint8", "uint16")

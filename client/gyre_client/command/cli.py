@@ -13,13 +13,15 @@ from pathlib import Path
 import shtab
 
 from gyre_client import __version__
-from gyre_client.command.bench import add_bench_arguments, bench
-from gyre_client.command.convert import add_convert_arguments, convert
-from gyre_client.command.describe import (
+from gyre_client.command.datasets import (
+    add_bench_arguments,
+    add_convert_arguments,
     add_describe_arguments,
     add_index_arguments,
     add_measure_arguments,
+    bench,
     cat,
+    convert,
     datasets,
     describe,
     index,
@@ -43,14 +45,14 @@ from gyre_client.command.options import (
 from gyre_client.command.status import add_page_arguments, drain, page, status, top
 from gyre_client.display.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
-from gyre_client.targets.target import (
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.target import (
     Target,
     dataset_or_path,
     find_target,
     given_address,
     target_of_dataset,
 )
-from gyre_client.transport.connection import Connection
 
 Command = Callable[[Connection, argparse.Namespace], CommandOutput | None]
 PageCommand = Callable[[argparse.Namespace], None]  # it opens its connections itself

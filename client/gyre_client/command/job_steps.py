@@ -15,7 +15,7 @@ import shtab
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.describe import sample_text
+from gyre_client.command.datasets import sample_text
 from gyre_client.command.options import (
     add_definition_arguments,
     add_transforms_argument,
@@ -39,7 +39,8 @@ from gyre_client.display.formatting import (
 )
 from gyre_client.display.samples import Sample, contributions, decoder, rows_of_step, words_of
 from gyre_client.errors import CursorRejected, InvalidRequest
-from gyre_client.messages.arguments import (
+from gyre_client.page.training_run import RunFiles, read_run
+from gyre_client.transport.arguments import (
     MAX_UINT32,
     MAX_UINT64,
     ORDERS,
@@ -48,7 +49,6 @@ from gyre_client.messages.arguments import (
     skipped_steps,
     whole,
 )
-from gyre_client.page.training_run import RunFiles, read_run
 from gyre_client.transport.connection import Connection
 
 _MAX_ROWS = 20  # of a plan, each some steps

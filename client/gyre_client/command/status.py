@@ -20,6 +20,7 @@ from gyre_client.display.formatting import (
     emit,
     facts,
     fitted,
+    live_terminal,
     page_width,
     painted,
     plain,
@@ -28,12 +29,11 @@ from gyre_client.display.formatting import (
     to_json,
 )
 from gyre_client.display.samples import decoder
-from gyre_client.display.terminal import live_terminal
 from gyre_client.errors import DaemonUnavailable, InvalidRequest, NotAllowed, NotInstalled
 from gyre_client.page.training_run import TrainingRun
 from gyre_client.page.watch import Watch, WatchedDaemon
-from gyre_client.targets.target import find_target, given_address
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.target import find_target, given_address
 
 _UNKNOWN = "-"
 _BAR_CELLS = 8
@@ -122,7 +122,7 @@ _SAMPLES = _Column("SAMPLES", 0, lambda row: _samples(row.session))
 
 
 def _metric_columns(sessions: Iterable[pb.SessionState]) -> list[_Column]:
-    """Returns a column for each metric that is not 0 in all sessions.
+    """Returns a column for each metric, unless it is 0 in all sessions.
 
     Integrals in batch-seconds are left out: the column WINDOW has the ratio of their growths.
     """

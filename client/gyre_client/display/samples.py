@@ -16,7 +16,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import media_type, size
 from gyre_client.errors import DaemonFault, InvalidRequest, NotInstalled
-from gyre_client.messages.answers import (
+from gyre_client.transport.answers import (
     BFLOAT16,
     OFFSETS_SUFFIX,
     SAMPLE_ID,
@@ -24,7 +24,7 @@ from gyre_client.messages.answers import (
     check_group,
     check_same_dataset,
 )
-from gyre_client.messages.arguments import order, reader
+from gyre_client.transport.arguments import order, reader
 from gyre_client.transport.channel import chunk_data
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
 from gyre_client.transport.outbox import Outbox

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.loader.loader import Loader
-from gyre_client.messages.arguments import is_location
-from gyre_client.targets import private_daemon
-from gyre_client.targets.target import dataset_or_path
+from gyre_client.transport.arguments import is_location
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.target import acquire_private, dataset_or_path, release_private
 
 # A worker group that restarts is back within a minute or two; the next trial on the node, too.
 IDLE_S = 300.0
@@ -60,7 +59,7 @@ class GyreDataIterator:
         data_format = loader.get("format")
         dataset = dataset_or_path(dataset, data_format, address)
         if address is None and is_location(dataset, data_format):
-            private_daemon.acquire(_daemon_of_this_node())
+            acquire_private(_daemon_of_this_node())
         self.loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -104,7 +103,7 @@ class _NodeDaemon:
     """
 
     def __init__(self, idle_s: float) -> None:
-        self._daemon = private_daemon.acquire()
+        self._daemon = acquire_private()
         self._used_at = time.monotonic()
         self._idle_s = idle_s
         threading.Thread(target=self._watch, daemon=True).start()
@@ -120,7 +119,7 @@ class _NodeDaemon:
             with contextlib.suppress(GyreError), Connection(self._daemon.address) as connection:
                 if connection.status().sessions:
                     self._used_at = time.monotonic()
-        private_daemon.release()
+        release_private()
         ray.kill(ray.get_runtime_context().current_actor)
 
 

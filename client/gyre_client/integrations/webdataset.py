@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gyre_client.loader.as_data_loader import samples_of
+from gyre_client.loader.interop import samples_of
 from gyre_client.loader.loader import Loader
 
 _NUMBERS = ("cls", "cls2", "index", "id")  # members that webdataset and the daemon read as numbers

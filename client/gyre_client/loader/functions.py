@@ -24,10 +24,9 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.samples import first_samples
 from gyre_client.errors import InvalidRequest, NotInstalled
-from gyre_client.messages.arguments import shown, transform_list
-from gyre_client.targets.private_daemon import PrivateDaemon
-from gyre_client.targets.target import Target
+from gyre_client.transport.arguments import shown, transform_list
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection
+from gyre_client.transport.target import PrivateDaemon, Target
 
 _VARIES = -1
 _LEARNT = "learnt"

@@ -25,17 +25,17 @@ from gyre_client.batches.batch import Position, widened
 from gyre_client.batches.device import parse_device
 from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest, fold, folded
-from gyre_client.loader import notebook
-from gyre_client.loader.as_data_loader import (
-    check_reader,
-    refuse_stacking,
-    refuse_unknown,
-    wrap_accelerate,
-)
 from gyre_client.loader.functions import (
     declare_classes,
     declare_functions,
     declared_or_functions,
+)
+from gyre_client.loader.interop import (
+    check_reader,
+    html_of,
+    refuse_stacking,
+    refuse_unknown,
+    wrap_accelerate,
 )
 from gyre_client.loader.place import (
     FORK_ADVICE,
@@ -55,7 +55,7 @@ from gyre_client.loader.ranks import (
     join_run,
     ranks_of_loader,
 )
-from gyre_client.messages.arguments import (
+from gyre_client.transport.arguments import (
     MAX_STEP,
     MAX_UINT32,
     dataset_ref,
@@ -66,9 +66,9 @@ from gyre_client.messages.arguments import (
     source_weights,
     whole,
 )
-from gyre_client.messages.arguments import order as order_spec
-from gyre_client.targets.target import dataset_or_path, target_of_dataset
+from gyre_client.transport.arguments import order as order_spec
 from gyre_client.transport.outbox import NEVER
+from gyre_client.transport.target import dataset_or_path, target_of_dataset
 
 _log = logging.getLogger("gyre_client")
 
@@ -486,7 +486,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
 
     def _repr_html_(self) -> str:
         """The dataset, the place in it and three samples, for a notebook."""
-        return notebook.html_of(self)
+        return html_of(self)
 
     def __reduce__(self) -> NoReturn:
         raise ForkedProcess(f"a Loader cannot be sent to another process. {FORK_ADVICE}")

@@ -34,8 +34,7 @@ from gyre_client.batches.batch import Position
 from gyre_client.batches.device import CudaTransfer, DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.display.descriptions import measuring_line
-from gyre_client.display.formatting import is_watched
-from gyre_client.display.terminal import ProgressBar
+from gyre_client.display.formatting import ProgressBar, is_watched
 from gyre_client.errors import (
     ConcurrentUse,
     CursorRejected,
@@ -46,10 +45,10 @@ from gyre_client.errors import (
     fold,
 )
 from gyre_client.loader.ranks import Agreement, SequenceCut
-from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
-from gyre_client.messages.arguments import mapping, shown
-from gyre_client.targets.target import Target
+from gyre_client.transport.answers import MAX_CURSOR_BYTES, check_same_dataset
+from gyre_client.transport.arguments import mapping, shown
 from gyre_client.transport.connection import Connection, Outage
+from gyre_client.transport.target import Target
 
 if TYPE_CHECKING:
     from gyre_client.loader.loader import Loader

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gyre_client.errors import InvalidRequest, folded
-from gyre_client.messages.arguments import mapping, shown, text
+from gyre_client.transport.arguments import mapping, shown, text
 
 _JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_client.errors import CursorRejected, InvalidRequest
-from gyre_client.messages.answers import MASK, OFFSETS_SUFFIX
-from gyre_client.messages.arguments import MAX_UINT32, choice, shown, whole
-from gyre_client.targets.run import (
+from gyre_client.transport.answers import MASK, OFFSETS_SUFFIX
+from gyre_client.transport.arguments import MAX_UINT32, choice, shown, whole
+from gyre_client.transport.run import (
     agreed,
     launched,
     launched_as,

@@ -18,8 +18,8 @@ from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.messages.answers import MAX_CURSOR_BYTES
-from gyre_client.messages.arguments import dataset_ref
+from gyre_client.transport.answers import MAX_CURSOR_BYTES
+from gyre_client.transport.arguments import dataset_ref
 
 _STATUS, _HISTORY = "status.json", "history.jsonl"
 _MAX_STATUS_BYTES = 1 << 20

@@ -23,8 +23,8 @@ from gyre_client.display.samples import (
     words_of,
 )
 from gyre_client.errors import InvalidRequest
-from gyre_client.messages.arguments import order
 from gyre_client.page.watch import OWN_JOBS
+from gyre_client.transport.arguments import order
 from gyre_client.transport.connection import Connection
 
 MAX_ROWS = 16  # of one request; the page asks for more where someone wants them

@@ -16,8 +16,8 @@ from gyre_client.display.descriptions import SessionRates, measuring_line, sessi
 from gyre_client.display.formatting import plain
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.page.training_run import TrainingRun
-from gyre_client.targets.target import Target
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.target import Target
 
 LOOK_S = 1.0
 _STATUS_TIMEOUT_S = 2.0

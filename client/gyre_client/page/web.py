@@ -44,9 +44,9 @@ from gyre_client.errors import (
     Overloaded,
     UnknownDataset,
 )
-from gyre_client.messages.arguments import MAX_STEP
 from gyre_client.page.views import cost_request, costs, order_map, step_samples
 from gyre_client.page.watch import Watch
+from gyre_client.transport.arguments import MAX_STEP
 
 HOST = "127.0.0.1"
 COOKIE = "gyre_page"

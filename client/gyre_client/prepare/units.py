@@ -48,11 +48,10 @@ from gyre_client.errors import (
     NotInstalled,
     StorageUnavailable,
 )
-from gyre_client.targets import private_daemon
-from gyre_client.targets.private_daemon import PrivateDaemon
-from gyre_client.targets.run import NUM_LETTERS
 from gyre_client.transport.address import Address, parse_address
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.run import NUM_LETTERS
+from gyre_client.transport.target import PrivateDaemon, acquire_private
 
 LOCAL, RAY = "local", "ray"
 # A task asks Ray for this much, so that a node gets no more tasks than its memory holds. On two
@@ -459,7 +458,7 @@ def _daemon_of_node(daemons: Daemons) -> Address:
         context = ray.get_runtime_context()
         name = f"{context.get_job_id()} {context.get_node_id()}"
         digest = hashlib.sha256(name.encode()).hexdigest()
-        _daemon = private_daemon.acquire(digest[:NUM_LETTERS])
+        _daemon = acquire_private(digest[:NUM_LETTERS])
     _daemon.ensure()
     return _daemon.address
 

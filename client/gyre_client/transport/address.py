@@ -21,7 +21,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from gyre_client.errors import DaemonUnavailable, InvalidRequest, UntrustedDaemon
-from gyre_client.messages.arguments import shown, whole
+from gyre_client.transport.arguments import shown, whole
 
 ENVIRONMENT_VARIABLE, USER_VARIABLE = "GYRE_ADDRESS", "GYRE_DAEMON_USER"
 _MAX_UID = 2**32 - 2  # 2^32 - 1 means "no user" to the kernel

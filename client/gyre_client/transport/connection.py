@@ -43,7 +43,8 @@ from gyre_client.errors import (
     StorageUnavailable,
     UnknownDataset,
 )
-from gyre_client.messages.answers import (
+from gyre_client.transport.address import Address, check_files, check_listener
+from gyre_client.transport.answers import (
     check_description,
     check_located,
     check_numbers,
@@ -52,15 +53,16 @@ from gyre_client.messages.answers import (
     checked_findings,
     checked_progress,
 )
-from gyre_client.transport.address import Address, check_files, check_listener
 from gyre_client.transport.channel import (
     MAX_CONTROL_BYTES,
+    TOKEN_KEY,
     CredentialFiles,
+    Identity,
+    Metadata,
     Pem,
     open_channel,
     why_refused,
 )
-from gyre_client.transport.side_channel import TOKEN_KEY, Identity, Metadata
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
 # takes minutes for very many shards; `gyre index` shows the progress. A session left

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gyre_client.messages.arguments import option_value
+from gyre_client.transport.arguments import option_value
 from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.bad_inputs.row import SECRET, UNPRINTABLE, Row

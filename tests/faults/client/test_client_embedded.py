@@ -28,7 +28,7 @@ from gyre_client.errors import (
     ShardMissing,
     UnknownDataset,
 )
-from gyre_client.targets.run import PrivateFolder
+from gyre_client.transport.run import PrivateFolder
 
 from tests.daemons import private_daemons
 
@@ -125,11 +125,11 @@ def test_a_private_daemon_ends_when_its_client_exits_without_closing(tokens: Pat
         [
             "import sys",
             "from gyre_client import Loader",
-            "from gyre_client.targets import private_daemon",
+            "from gyre_client.transport.target import acquire_private",
             "options = {'dtype': 'uint16', 'sequence_length': 8}",
             "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options=options)",
             "next(loader)",
-            "print(private_daemon.acquire().address.text)",
+            "print(acquire_private().address.text)",
         ]
     )
     result = subprocess.run(
@@ -169,10 +169,10 @@ def test_the_folder_of_a_killed_client_and_daemon_is_removed_by_the_next(
         [
             "import os, signal, sys",
             "from gyre_client import Loader",
-            "from gyre_client.targets import private_daemon",
+            "from gyre_client.transport.target import acquire_private",
             "options = {'dtype': 'uint16', 'sequence_length': 8}",
             "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options=options)",
-            "os.kill(private_daemon.acquire().pid, signal.SIGKILL)",
+            "os.kill(acquire_private().pid, signal.SIGKILL)",
             "os.kill(os.getpid(), signal.SIGKILL)",
         ]
     )
@@ -299,7 +299,7 @@ def test_a_daemon_that_cannot_start_is_an_error_that_quotes_its_log(
 def test_the_log_outlives_a_restart_and_is_cut(
     tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gyre_client.targets.private_daemon.MAX_LOG_BYTES", 8000)
+    monkeypatch.setattr("gyre_client.transport.target.MAX_LOG_BYTES", 8000)
     with private(tokens) as loader:
         next(loader)
         (daemon,) = daemons()

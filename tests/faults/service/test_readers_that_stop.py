@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from gyre_client.transport.address import parse_address
-from gyre_client.transport.channel import CredentialFiles
-from gyre_client.transport.side_channel import Identity
+from gyre_client.transport.channel import CredentialFiles, Identity
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 

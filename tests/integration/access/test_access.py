@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gyre_client import Loader
-from gyre_client.messages.arguments import transform_list
+from gyre_client.transport.arguments import transform_list
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 

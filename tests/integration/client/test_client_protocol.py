@@ -7,11 +7,11 @@ import pytest
 from gyre_client.batches.attachment import Attachment, Session
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import DaemonFault, DaemonUnavailable
-from gyre_client.messages.answers import BatchTensors
-from gyre_client.targets.target import Target
 from gyre_client.transport.address import parse_address
+from gyre_client.transport.answers import BatchTensors
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outbox import Consumed
+from gyre_client.transport.target import Target
 from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.stub_daemon import (

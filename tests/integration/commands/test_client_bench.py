@@ -13,8 +13,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
-from gyre_client.bench.comparison import differing, task_of
-from gyre_client.bench.opponents import (
+from gyre_client.bench import (
     GYRE,
     MAP,
     PIPELINE,
@@ -22,7 +21,9 @@ from gyre_client.bench.opponents import (
     TABLE,
     batches_of,
     contenders_of,
+    differing,
     find_files,
+    task_of,
 )
 from gyre_client.command.cli import main
 from gyre_client.errors import InvalidRequest

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_client.messages.arguments import dataset_ref
-from gyre_client.targets.target import find_target
+from gyre_client.transport.arguments import dataset_ref
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.target import find_target
 from webdataset import TarWriter
 
 from tests.conftest import Daemon, StartDaemon

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import GyreError, InvalidRequest, NotAllowed
-from gyre_client.targets import private_daemon
+from gyre_client.transport.target import acquire_private, release_private
 
 from tests.contract.storage.file_servers import PASSWORD, file_server, why_absent
 
@@ -60,7 +60,7 @@ def test_the_driver_of_an_installed_package(
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("MY_FILES", str(tmp_path / "files"))
     tokens = write_tokens(tmp_path / "files/tokens")
-    private_daemon.acquire()  # one for all three
+    acquire_private()  # one for all three
     uri = "my_files+2://tokens"
     check(Loader(uri, format="tokens", options=OPTIONS, batch_size=50, epochs=1), tokens)
     for unseen, reason in (
@@ -69,7 +69,7 @@ def test_the_driver_of_an_installed_package(
     ):
         with pytest.raises(InvalidRequest, match=reason):
             Loader(unseen, format="tokens", options=OPTIONS, batch_size=50)
-    private_daemon.release()
+    release_private()
 
 
 @pytest.mark.skipif(bool(why_absent("ftp")), reason=why_absent("ftp"))
@@ -79,7 +79,7 @@ def test_a_password_is_shown_nowhere(tmp_path: Path) -> None:
         host = server.root.partition("://")[2]
         options = {**OPTIONS, "storage": dict(server.settings)}
         loader = Loader(server.root, format="tokens", options=options, batch_size=50, epochs=1)
-        daemon = private_daemon.acquire()
+        daemon = acquire_private()
         told = [subprocess.run(
             [sys.executable, "-m", "gyre_client", "status", "--json", "--address",
              f"unix:{daemon.log_path.parent}/gyre.sock"],
@@ -98,6 +98,6 @@ def test_a_password_is_shown_nowhere(tmp_path: Path) -> None:
             assert isinstance(caught.value, GyreError)
             told.append(str(caught.value))
         told.append(daemon.log_path.read_text())
-        private_daemon.release()
+        release_private()
     for secret in (PASSWORD, "hunter2"):
         assert not [text for text in told if secret in text]

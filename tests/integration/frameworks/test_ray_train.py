@@ -19,7 +19,7 @@ from gyre_client import Loader
 from gyre_client.errors import InvalidRequest
 from gyre_client.integrations import ray as gyre_ray
 from gyre_client.integrations.ray import GyreDataIterator
-from gyre_client.targets.run import temporary_folder
+from gyre_client.transport.run import temporary_folder
 from ray.cluster_utils import Cluster
 
 from tests.examples import planned, run_example

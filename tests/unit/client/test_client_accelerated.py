@@ -1,7 +1,7 @@
 """Samples of a batch, as a framework that collates by itself wants them."""
 
 import torch
-from gyre_client.loader.as_data_loader import samples_of
+from gyre_client.loader.interop import samples_of
 
 
 def test_samples_of_plain_and_ragged_fields() -> None:

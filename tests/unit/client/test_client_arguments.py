@@ -7,7 +7,7 @@ from gyre_client.command.cli import main
 from gyre_client.display.formatting import duration, facts, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.loader import Loader
-from gyre_client.messages.arguments import order, reader, whole
+from gyre_client.transport.arguments import order, reader, whole
 from gyre_protos.v1 import loader_pb2 as pb
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gyre_client.batches.batch import Position
 from gyre_client.errors import InvalidRequest
-from gyre_client.loader.as_data_loader import refuse_unknown
+from gyre_client.loader.interop import refuse_unknown
 from gyre_client.loader.place import UNKNOWN, EpochIterator, Epochs, epochs_of
 
 

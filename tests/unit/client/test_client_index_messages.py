@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from gyre_client.errors import DaemonFault
-from gyre_client.messages.answers import checked_progress
+from gyre_client.transport.answers import checked_progress
 from gyre_protos.v1 import loader_pb2 as pb
 
 NUM = 3

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from gyre_client.targets import run
-from gyre_client.targets.run import Run, agreed, launched_as, this_run
+from gyre_client.transport import run
+from gyre_client.transport.run import Run, agreed, launched_as, this_run
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not declare it
 
 LAUNCH = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "0"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gyre_client.command.options import add_transforms_argument, transforms_of
 from gyre_client.errors import InvalidRequest
-from gyre_client.messages.arguments import transform_list
+from gyre_client.transport.arguments import transform_list
 from gyre_protos.v1 import loader_pb2 as pb
 
 CHAIN = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from gyre_client.messages.arguments import is_location
+from gyre_client.transport.arguments import is_location
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected

@@ -1,30 +1,40 @@
-"""`gyre datasets`, `describe`, `cat`, `index`, `measure` and `lint`: datasets and their shards.
+"""`gyre datasets`, `describe`, `cat`, `index`, `measure`, `lint`, `convert` and `bench`.
 
 `index` says which shards changed and which cursors fit, `measure` how long samples are, `lint`
-which are corrupt or odd.
+which are corrupt or odd. `convert` writes a dataset again in another format, with that format's own
+writer, and `bench` compares Gyre with other loaders on the user's own data.
 """
 
 import argparse
+import dataclasses
+import importlib
+import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import shtab
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.options import (
     add_engine_argument,
     add_transforms_argument,
+    daemons_of,
     dataset_of,
     on_shards,
+    option,
     transforms_of,
 )
 from gyre_client.display.descriptions import as_text, facts_of, fields_of
 from gyre_client.display.formatting import (
     CommandOutput,
     Picture,
+    ProgressBar,
     facts,
     media_type,
     page_width,
@@ -36,11 +46,20 @@ from gyre_client.display.formatting import (
     thumbnail,
 )
 from gyre_client.display.samples import Decode, Sample, Value, first_samples, token_ids, words_of
-from gyre_client.display.terminal import ProgressBar
-from gyre_client.errors import CorruptSample, GyreError, NotInstalled
-from gyre_client.messages.arguments import MAX_UINT32, is_location, transform_list, whole
+from gyre_client.errors import CorruptSample, GyreError, InvalidRequest, NotInstalled
 from gyre_client.prepare.units import LOCAL, findings_of, merged_findings
+from gyre_client.transport.arguments import (
+    MAX_UINT32,
+    MAX_UINT64,
+    is_location,
+    transform_list,
+    whole,
+)
 from gyre_client.transport.connection import Connection
+
+if TYPE_CHECKING:
+    from gyre_client.bench import Comparison
+
 
 _MAX_SAMPLES = 1000
 _MAX_HISTOGRAMS = 4  # in the text for people
@@ -415,3 +434,218 @@ def _lint_text(last: pb.LintProgress, findings: Sequence[pb.LintFinding], num_fo
     num_more = num_found - len(rows)
     more = [f"... and {num_more:,} more"] if num_more else []
     return "\n".join([facts(pairs), "", *lines, *more])
+
+
+FORMATS = ("webdataset", "mds", "parquet", "tokens")
+_DTYPES = ("uint16", "uint32", "int32", "int64")
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only this command has."""
+    target = parser.add_argument("target", metavar="FOLDER", type=Path, help="to make and to fill")
+    target.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--to", choices=FORMATS, help="the format to write; the folder's name, if it is one of them"
+    )
+    parser.add_argument(
+        "--transform",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "KEY=VALUE"),
+        help="a transform of each sample, such as `tokenize field=json key=text "
+        "tokenizer=/models/tokenizer.json`; repeatable",
+    )
+    add_transforms_argument(parser)
+    parser.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a field to write; repeatable; all if absent",
+    )
+    parser.add_argument("--dtype", default="", choices=_DTYPES, help="of the ids in token files")
+    parser.add_argument(
+        "--samples-per-shard",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="samples in a file (10000)",
+    )
+    add_engine_argument(parser, _share_index)
+
+
+def _share_index(args: argparse.Namespace) -> None:
+    """Lets the daemons of all nodes, and the one here, share the index of the dataset."""
+    units = importlib.import_module("gyre_client.prepare.conversion")
+    os.environ.setdefault("GYRE_INDEX_DIR", str(units.unfinished_folder(args.target) / "index"))
+
+
+def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Writes the dataset in another format, and returns the number and size of its files.
+
+    Raises:
+        InvalidRequest: The folder exists, or the format cannot hold the fields.
+        NotInstalled: numpy or the format's writer is missing.
+    """
+    try:
+        # numpy takes a while to import, and few commands need it
+        conversion = importlib.import_module("gyre_client.prepare.conversion")
+    except ModuleNotFoundError as error:
+        raise NotInstalled.needs("gyre convert", error.name, "client") from error
+    kind = args.to or args.target.name
+    if kind not in FORMATS:
+        raise InvalidRequest(f"--to: no format is given. Write one of {', '.join(FORMATS)}.")
+    if args.transform and args.transforms:
+        raise InvalidRequest("--transform and --transforms: both are given. Leave one out.")
+    transforms = transforms_of(args) or transform_list([*map(_table, args.transform)])
+    wanted = conversion.Conversion(
+        dataset_of(args),
+        transforms,
+        kind,
+        args.column,
+        whole("samples-per-shard", args.samples_per_shard, 1, MAX_UINT32),
+        args.dtype,
+    )
+    is_tokens, began_s = kind == "tokens", time.monotonic()
+    with ProgressBar("samples") as bar:
+
+        def show(num_done: int, num_all: int, elements_per_s: float) -> None:
+            bar.update(num_done, num_all, f"{elements_per_s:,.0f} tokens/s" if is_tokens else "")
+
+        found = conversion.convert_dataset(
+            connection, wanted, args.target, args.engine, daemons_of(connection, args), show
+        )
+    elapsed_s = time.monotonic() - began_s
+    value: dict[str, Any] = {
+        "folder": str(args.target),
+        "format": kind,
+        "num_samples": found["samples"],
+        "num_files": found["files"],
+        "num_bytes": found["bytes"],
+        "seconds": elapsed_s,
+    }
+    pairs = [
+        ("folder", args.target),
+        ("format", kind),
+        ("samples", f"{found['samples']:,}"),
+        ("files", f"{found['files']:,}"),
+        ("size", size(found["bytes"])),
+    ]
+    if is_tokens:
+        value["num_tokens"] = found["elements"]
+        pairs.append(("tokens", f"{found['elements']:,} in {elapsed_s:,.1f} s"))
+    return CommandOutput(value, facts(pairs))
+
+
+def _table(words: Sequence[str]) -> dict[str, object]:
+    """Returns the transform that `NAME KEY=VALUE...` means."""
+    name, *rest = words
+    try:
+        return {"name": name, **dict(map(option, rest))}
+    except argparse.ArgumentTypeError as error:
+        raise InvalidRequest(f"--transform {name}: {error}") from error
+
+
+MAX_SECONDS = 600.0
+BAR_CHARS = 30
+NOTES = """\
+A DataLoader reads samples by their numbers, in a full shuffle, as Gyre does; the others shuffle
+files and 1,000 samples. In process: the training thread itself reads; with workers, or with Gyre,
+it goes on meanwhile. THREAD CPU is the processor time that this thread spends on 1000 samples.
+Fields are as stored. This measures loading alone: a trainer that is slower than its loader gains
+nothing from a faster one."""
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only this command has."""
+    parser.add_argument("--batch-size", type=int, default=256, help="samples per batch (256)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="how long each loader reads in each of two rounds",
+    )
+
+
+def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns the measurements.
+
+    Raises:
+        InvalidRequest: This user cannot read the dataset's files as the daemon reads them, or they
+            have fewer samples than a batch.
+        NotInstalled: torch or numpy is missing.
+    """
+    try:
+        # numpy and torch take a while to import, and only this command needs them
+        comparison = importlib.import_module("gyre_client.bench")
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise NotInstalled.needs("gyre bench", error.name, "client") from error
+    options = dict(args.option)
+    batch_size = whole("batch-size", args.batch_size, 1, MAX_UINT32)
+    if not 0 < args.seconds <= MAX_SECONDS:
+        raise InvalidRequest(
+            f"--seconds must be more than 0 and at most {MAX_SECONDS:.0f}, but is {args.seconds}"
+        )
+    description = connection.describe(dataset_of(args))
+    if batch_size > description.num_samples:
+        raise InvalidRequest(
+            f"--batch-size is {batch_size}, but the dataset has only "
+            f"{counted(description.num_samples, 'sample')}"
+        )
+    is_local_path = is_location(args.dataset, args.format) and "://" not in args.dataset
+    task = {
+        "dataset": str(Path(args.dataset).expanduser().absolute())
+        if is_local_path
+        else args.dataset,
+        "batch_size": batch_size,
+        "seconds": args.seconds,
+        "seed": whole("seed", args.seed, 0, MAX_UINT64),
+        "address": connection.address.text,
+        "daemon_user": args.daemon_user,
+        "is_location": is_location(args.dataset, args.format),
+        "options": options or None,
+    }
+    with ProgressBar("measurements") as bar:
+        found = comparison.compare(description, task, bar.update)
+    value = {
+        "num_samples": description.num_samples,
+        "num_bytes": description.num_bytes,
+        "batch_size": batch_size,
+        "seconds": args.seconds,
+        "files_were_cached": found.files_were_cached,
+        "missing": list(found.missing),
+        "loaders": [
+            dataclasses.asdict(contender) | results for contender, results in found.medians.items()
+        ],
+    }
+    return CommandOutput(value, _text(description, args, found))
+
+
+def _text(description: pb.DatasetDescription, args: argparse.Namespace, found: "Comparison") -> str:
+    cache = "read once before" if found.files_were_cached else "larger than the page cache"
+    about = (
+        f"{printable(description.uri)}: {counted(description.num_samples, 'sample', ',')}, "
+        f"{size(description.num_bytes)}, {printable(description.format)}; "
+        f"batches of {args.batch_size}."
+    )
+    lines = [about, f"Files {cache}. Each loader ran alone, twice {args.seconds:g} s; medians."]
+    if found.missing:
+        lines.append(f"Not installed, so not measured: {', '.join(found.missing)}.")
+    if len(found.medians) == 1:
+        lines.append(f"No other loader here reads {printable(description.format)}.")
+    fastest = max(results["samples_per_s"] for results in found.medians.values())
+    rows = [
+        (
+            contender.label,
+            f"{results['samples_per_s']:,.0f}",
+            f"{size(results['bytes_per_s'])}/s",
+            f"{results['first_batch_s']:.3f} s",
+            f"{results['cpu_s_per_1000'] * 1e3:.2f} ms",
+            "█" * max(1, round(BAR_CHARS * results["samples_per_s"] / fastest)),
+        )
+        for contender, results in found.medians.items()
+    ]
+    columns = table(("LOADER", "SAMPLES/S", "DATA", "FIRST BATCH", "THREAD CPU", ""), rows)
+    return "\n\n".join(["\n".join(lines), columns, NOTES])
