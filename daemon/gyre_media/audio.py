@@ -64,13 +64,11 @@ class DecodeAudio(OfField):
     quality: Literal["QQ", "LQ", "MQ", "HQ", "VHQ"] = "HQ"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         self.require_bytes(fields)
         more = () if self.channels == 1 else (self.channels,)
         return {self.to: Field(np.dtype(np.float32), (None, *more))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         rate, sound = self.decoded(sample.pop(self.field).data)
         if self.channels == 1:
             sound = sound.mean(axis=1, dtype=np.float32)
@@ -182,11 +180,9 @@ class LogMel(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.field]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         before = fields[self.field]
         if before.dtype != np.float32 or len(before.shape) != 1:
             raise ValueError(f"{self.field!r:.100} is no sound of one channel, float32 [n]")
@@ -200,7 +196,6 @@ class LogMel(Transform):
         return {self.field: Field(before.dtype, (self.mels, num // self.hop + 1))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         sound = np.pad(sample[self.field], self.window // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(sound, self.window)[:: self.hop]
         spectra = np.abs(np.fft.rfft(frames * self._hann)) ** 2

@@ -242,11 +242,9 @@ class DecodeBoxes(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.field, self.image]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         if not fields[self.image].is_whole:
             raise ValueError(
                 f"boxes are places in the file of an image, and {self.image!r:.100} has "
@@ -272,7 +270,6 @@ class DecodeBoxes(Transform):
         return {self.to: boxes_field(length, self.image)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         stored = sample[self.field]
         height, width = sample[self.image].shape[:2]
         if stored.dtype == np.uint8 and stored.ndim == 1:
@@ -402,11 +399,9 @@ class SanitizeBoxes(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.boxes, *self.fields, *([self.image] if self.normalized else [])]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         check_boxes(self.boxes, fields[self.boxes])
         if self.normalized and len(fields[self.image].shape) != 3:
             raise ValueError(f"{self.image!r:.100} is no image; put this before the layout changes")
@@ -428,7 +423,6 @@ class SanitizeBoxes(Transform):
         return made | {self.count: Field(np.dtype(np.int32), ())}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         boxes: Boxes = sample[self.boxes]
         length = self.max_boxes or len(boxes)
         if len(boxes) > length:

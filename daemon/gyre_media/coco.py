@@ -97,12 +97,10 @@ class CocoFormat(FilesFormat):
         self._annotations, self._images = options.annotations, options.images.strip("/")
 
     def manifest_of(self, path: str) -> ManifestPlace | None:
-        """See `ListedFormat.manifest_of`."""
         folder = path.rstrip("/")
         return ManifestPlace(f"{folder}/{self._annotations}", path)
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
-        """See `ManifestFormat.read_manifest`."""
         try:
             return _manifest(_DECODER.decode(data.removeprefix(codecs.BOM_UTF8)), self._images)
         except (ValueError, RecursionError) as error:

@@ -49,16 +49,13 @@ class DecodeVideo(OfField):
 
     @property
     def is_random(self) -> bool:
-        """See `Transform.is_random`."""
         return self.rate > 0 and self.start == "random"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         self.require_bytes(fields)
         return {self.to: Field(np.dtype(np.uint8), (self.frames, *self.size, 3))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         data = io.BytesIO(sample.pop(self.field).data)
         made = out.get(self.to)
         if made is None:

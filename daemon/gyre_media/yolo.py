@@ -72,12 +72,10 @@ class YoloFormat:
         self._files = FilesFormat(FilesOptions(fields=options.fields), covers_texts=True)
 
     def is_wanted(self, name: str) -> bool:
-        """See `ListedFormat.is_wanted`."""
         stem, _, extension = name.rpartition(".")
         return bool(stem) and extension.lower() in (*IMAGES, "txt")
 
     def manifest_of(self, path: str) -> ManifestPlace:
-        """See `ListedFormat.manifest_of`."""
         folder = path.rstrip("/")
         return ManifestPlace(f"{folder}/{self._options.data}", path)
 
@@ -86,7 +84,6 @@ class YoloFormat:
         return self._files.index_of(table, columns)
 
     def described(self, name: str, data: bytes, names: Texts) -> Described:
-        """See `DescribedFormat.described`."""
         options = self._options
         about = yolo_data(name, data, options.split, options.images)
         paths = [names[number].decode() for number in range(len(names))]
@@ -112,7 +109,6 @@ class YoloFormat:
         return Described(Texts.of(path.encode() for path in images), texts, about)
 
     def manifest(self, described: Described, texts: Sequence[bytes]) -> Manifest:
-        """See `DescribedFormat.manifest`."""
         about: YoloData = described.about
         documents, counts = [], []  # bytes, not a million tuples for the collector to go through
         for number, text in enumerate(texts):

@@ -105,7 +105,6 @@ class RandAugment(MovesAlone):
     field: str = "image"
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         pixels: Pixels = sample[self.field]
         image = to_pillow(pixels)
         for _ in range(self.num_ops):
@@ -135,7 +134,6 @@ class TrivialAugment(MovesAlone):
     field: str = "image"
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         pixels: Pixels = sample[self.field]
         name, by = self.draw(rng)
         image = OPERATIONS[name].apply(to_pillow(pixels), by)

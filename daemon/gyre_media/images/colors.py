@@ -53,13 +53,11 @@ class ColorJitter(ImageTransform):
     field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         if check_image(self.field, fields[self.field]) != 3:
             raise ValueError(f"{self.field!r:.100} is gray; colour jitter needs colours")
         return {self.field: fields[self.field]}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         if self.p < 1 and rng.random() >= self.p:
             self.put(self.field, sample[self.field], sample, out)
             return
@@ -104,7 +102,6 @@ class Normalize(ImageTransform):
     field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         channels = check_image(self.field, fields[self.field])
         if not len(self.mean) == len(self.std) == channels:
             raise ValueError(f"mean and std need {channels} numbers, one for each channel")
@@ -113,7 +110,6 @@ class Normalize(ImageTransform):
         return {self.field: Field(dtype_of(self.dtype), shape)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         into = out.get(self.field)
         if into is None:
@@ -142,13 +138,11 @@ class ToChw(ImageTransform):
     field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         channels = check_image(self.field, fields[self.field])
         height, width, _ = fields[self.field].shape
         return {self.field: Field(np.dtype(np.uint8), (channels, height, width))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         into = out.get(self.field)
         if into is None or image.shape[2] != 3:
@@ -168,7 +162,6 @@ class Flatten(ImageTransform):
     field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         before = fields[self.field]
         if len(before.shape) < 2:
             raise ValueError(f"{self.field!r:.100} has one dim; there is nothing to flatten")
@@ -180,7 +173,6 @@ class Flatten(ImageTransform):
         }
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         array: npt.NDArray[Any] = sample[self.field]
         self.put(self._shape, np.array(array.shape, np.int32), sample, out)
         self.put(self.field, np.ascontiguousarray(array).reshape(-1), sample, out)
@@ -253,7 +245,6 @@ class _Sometimes(ImageTransform):
     p: float
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         if rng.random() < self.p:
             image = self.changed(np.ascontiguousarray(image), rng)
@@ -277,13 +268,11 @@ class RandomGrayscale(_Sometimes):
     field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         if check_image(self.field, fields[self.field]) != 3:
             raise ValueError(f"{self.field!r:.100} is gray already")
         return {self.field: fields[self.field]}
 
     def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
-        """See `_Sometimes.changed`."""
         gray = gray_levels(image).astype(np.uint8)
         return np.repeat(gray[:, :, None], 3, axis=2)
 
@@ -311,7 +300,6 @@ class GaussianBlur(_Sometimes):
         check_rising("sigma", self.sigma)
 
     def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
-        """See `_Sometimes.changed`."""
         kernel = gaussian(self.kernel_size, rng.uniform(*self.sigma))
         made = cv2.sepFilter2D(image, cv2.CV_32F, kernel, kernel, borderType=cv2.BORDER_REFLECT_101)
         blurred: Pixels = np.rint(made).clip(0, 255).astype(np.uint8)
@@ -341,7 +329,6 @@ class RandomSolarize(_Sometimes):
     field: str = "image"
 
     def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
-        """See `_Sometimes.changed`."""
         levels = np.arange(256, dtype=np.uint8)
         table = np.where(levels >= self.threshold, 255 - levels, levels)
         return np.asarray(cv2.LUT(image, table), np.uint8).reshape(image.shape)
@@ -379,7 +366,6 @@ class RandomErasing(ImageTransform):
             raise ValueError(f"scale goes up to {self.scale[1]}, which is more than the image")
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         before = fields[self.field]
         if len(before.shape) != 3:
             raise ValueError(f"{self.field!r:.100} has {len(before.shape)} dims, and an image 3")
@@ -393,7 +379,6 @@ class RandomErasing(ImageTransform):
         return {self.field: before}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: npt.NDArray[Any] = sample[self.field]
         place = 1 if self.layout == "chw" else 0
         box = None

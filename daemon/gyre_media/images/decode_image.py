@@ -67,7 +67,6 @@ class DecodeImage(OfField):
             raise ValueError("min_size would mix the numbers of `index`; leave one of both out")
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         self.require_bytes(fields)
         shape = None, None, 3 if self.colors == "rgb" else 1
         is_index = self.colors == "index"
@@ -76,7 +75,6 @@ class DecodeImage(OfField):
         }
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         data = sample.pop(self.field).data
         scales = self.min_size and _is_jpeg(data)
         factor = self._factor(*self.declared_size(data)) if scales else 1
@@ -304,13 +302,11 @@ class DecodeRandomResizedCrop(OfField):
         self._crop  # noqa: B018
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         others = {name: field for name, field in fields.items() if name != self.field}
         check_left_behind(self.to, others, is_whole=True, can_take=False)
         return self._crop.outputs(self._decode.outputs(fields))
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         data = sample.pop(self.field).data
         height, width = self._decode.declared_size(data)
         box = self._crop.box(height, width, rng)

@@ -44,7 +44,6 @@ class _Crop(AnnotatedTransform):
         pair(self.size)
 
     def made_of(self, name: str, before: Field) -> Field:
-        """See `AnnotatedTransform.made_of`."""
         channels = check_image(name, before)
         return Field(before.dtype, (*pair(self.size), channels))
 
@@ -109,7 +108,6 @@ class RandomResizedCrop(_Crop):
         check_rising("ratio", self.ratio)
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         box = self.box(image.shape[0], image.shape[1], rng)
         (top, left, tall, wide), (height, width) = box, pair(self.size)
@@ -198,13 +196,11 @@ class Resize(AnnotatedTransform):
         pair(self.size)
 
     def made_of(self, name: str, before: Field) -> Field:
-        """See `AnnotatedTransform.made_of`."""
         channels = check_image(name, before)
         height, width = (None, None) if isinstance(self.size, int) else self.size
         return Field(before.dtype, (height, width, channels))
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         height, width, _ = image.shape
         if not isinstance(self.size, int):
@@ -244,7 +240,6 @@ class CenterCrop(_Crop):
     boxes: tuple[str, ...] = ()
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         sides, begin = [], []
         for wanted, length in zip(pair(self.size), image.shape, strict=False):
@@ -285,7 +280,6 @@ class RandomCrop(_Crop):
     boxes: tuple[str, ...] = ()
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         height, width = pair(self.size)
         lacking = [
@@ -352,7 +346,6 @@ class HorizontalFlip(AnnotatedTransform):
     is_random: ClassVar[bool] = True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         is_mirrored = rng.random() < self.p
         height, width = sample[self.field].shape[:2]
         matrix = self._matrix(height, width) if is_mirrored else shifted(0, 0)
@@ -459,7 +452,6 @@ class RandomAffine(_Warp):
         check_rising("scale", self.scale)
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         height, width = sample[self.field].shape[:2]
         angle = rng.uniform(*_range(self.degrees))
         across, down = self.translate[0] * width, self.translate[1] * height
@@ -504,7 +496,6 @@ class RandomPerspective(_Warp):
     boxes: tuple[str, ...] = ()
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         height, width = sample[self.field].shape[:2]
         corners = self.corners(height, width, rng) if rng.random() < self.p else None
         self.warp(perspective(height, width, corners) if corners else shifted(0, 0), sample, out)

@@ -59,11 +59,9 @@ class ImageTransform(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.field]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         check_image(self.field, fields[self.field])
         return {self.field: fields[self.field]}
 
@@ -154,7 +152,6 @@ class MovesAlone(ImageTransform):
     is_random: ClassVar[bool] = True
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         before = fields[self.field]
         check_image(self.field, before)
         others = {name: field for name, field in fields.items() if name != self.field}
@@ -246,11 +243,9 @@ class AnnotatedTransform(ImageTransform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.field, *self.masks, *self.boxes]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         if len(set(self.inputs)) < len(self.inputs):
             names = ", ".join([*self.masks, *self.boxes])
             raise ValueError(
