@@ -118,6 +118,8 @@ def mount_line(mount: pb.Mount) -> str:
 # Window occupancies that count as empty and as full. Credits and reads come in quarters of a
 # window, so a window is hardly ever quite empty or quite full.
 _EMPTY, _NEARLY_FULL = (0.25, 0.75)
+# A trainer that lacks a batch for less of its time than this loses nothing worth a search.
+STARVED = 0.05
 _MIN_ELAPSED_S = 0.1  # a shorter time says nothing about a rate
 
 
@@ -150,13 +152,14 @@ class SessionRates:
     def meaning(self) -> str:
         """The bottleneck of the session.
 
-        An empty window waits for storage or for a processor, a full one for its trainer.
+        An empty window waits for storage or for a processor, a full one for its trainer. So does an
+        empty one whose trainer never waits: it has its batches already, or asks for no more yet.
         """
         if self.occupancy is None:
             return IDLE
-        if self.occupancy <= _EMPTY:
+        if self.occupancy <= _EMPTY and self.starved >= STARVED:
             return PROCESSOR_BOUND if self.wait_processor > self.wait_storage else STORAGE_BOUND
-        return TRAINER_BOUND if self.occupancy >= _NEARLY_FULL else BALANCED
+        return BALANCED if _EMPTY < self.occupancy < _NEARLY_FULL else TRAINER_BOUND
 
     def to_plain(self) -> dict[str, Any]:
         """Returns JSON-ready values."""

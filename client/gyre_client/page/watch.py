@@ -12,7 +12,7 @@ from typing import Any
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.descriptions import SessionRates, measuring_line, session_rates
+from gyre_client.display.descriptions import STARVED, SessionRates, measuring_line, session_rates
 from gyre_client.display.formatting import plain
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.page.training_run import TrainingRun
@@ -350,8 +350,6 @@ class Watch:
 
 # Sessions that read samples for the page; they are no jobs.
 OWN_JOBS = "gyre-page-"
-# A trainer that lacks a batch for less of its time than this loses nothing worth a search.
-_STARVED = 0.05
 _MAX_RANKS = 256  # shown of a job
 
 
@@ -456,7 +454,7 @@ def verdict_of(
     idle = all(not each.batches_per_s for each in rates)
     if idle and shares["trainer"] > 0.5:
         return _verdict("idle", "The trainer takes no batch now: it evaluates, saves or waits.", "")
-    if starved < _STARVED:
+    if starved < STARVED:
         text = "The next batch is ready when the trainer asks."
         return _verdict("trainer", text, "More speed would have to come from the trainer.")
     if shares["processor"] > shares["storage"]:

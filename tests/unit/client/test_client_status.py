@@ -51,18 +51,19 @@ def test_a_mount_that_hangs_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ready_s", "processor_s", "meaning"),
+    ("ready_s", "processor_s", "starved_s", "meaning"),
     [
-        (0.0, 0.1, "storage-bound"),
-        (2.0, 0.1, "storage-bound"),
-        (2.0, 0.3, "processor-bound"),
-        (4.0, 0.3, "balanced"),
-        (7.0, 0.3, "trainer-bound"),
-        (8.0, 0.0, "trainer-bound"),
+        (0.0, 0.1, 0.2, "storage-bound"),
+        (2.0, 0.1, 0.2, "storage-bound"),
+        (2.0, 0.3, 0.2, "processor-bound"),
+        (2.0, 0.3, 0.05, "trainer-bound"),
+        (4.0, 0.3, 0.2, "balanced"),
+        (7.0, 0.3, 0.2, "trainer-bound"),
+        (8.0, 0.0, 0.0, "trainer-bound"),
     ],
 )
 def test_the_occupancy_of_the_window_tells_the_bottleneck(
-    ready_s: float, processor_s: float, meaning: str
+    ready_s: float, processor_s: float, starved_s: float, meaning: str
 ) -> None:
     found = session_rates(
         session(
@@ -70,6 +71,7 @@ def test_the_occupancy_of_the_window_tells_the_bottleneck(
             window_size_batch_s=8.0,
             wait_storage_s=0.2,
             wait_processor_s=processor_s,
+            trainer_waited_s=starved_s,
         )
     )
     assert found
@@ -188,7 +190,7 @@ class Output(io.StringIO):
 def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    text = full_text(answer(session(window_size_batch_s=8.0)), 80)
+    text = full_text(answer(session(window_size_batch_s=8.0, trainer_waited_s=1.0)), 80)
     shown = painted(text, Output(is_terminal=True))
     assert "\x1b[33mstorage-bound\x1b[0m" in shown
     assert re.sub(r"\x1b\[\d+m", "", shown) == text
