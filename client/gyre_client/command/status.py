@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -78,7 +78,6 @@ def to_plain(status: pb.DaemonStatus) -> dict[str, Any]:
 class _Row(NamedTuple):
     session: pb.SessionState
     rates: SessionRates | None
-    metrics: Mapping[str, float]
 
 
 class _Column(NamedTuple):
@@ -126,8 +125,10 @@ def _metric_columns(sessions: Iterable[pb.SessionState]) -> list[_Column]:
 
     Integrals in batch-seconds are left out: the column WINDOW has the ratio of their growths.
     """
-    names = {each.name: None for its in sessions for each in its.metrics if each.value}
-    return [_metric_column(name) for name in names if not name.endswith("_batch_seconds_total")]
+    names = {name for its in sessions for name, value in its.metrics.items() if value}
+    return [
+        _metric_column(name) for name in sorted(names) if not name.endswith("_batch_seconds_total")
+    ]
 
 
 def _metric_column(name: str) -> _Column:
@@ -137,7 +138,9 @@ def _metric_column(name: str) -> _Column:
     for unit, of_unit in (("_seconds", duration), ("_bytes", size)):
         if head.endswith(unit):
             head, form = head.removesuffix(unit), of_unit
-    return _Column(head.replace("_", " ").upper(), 0, lambda row: form(row.metrics.get(name, 0.0)))
+    return _Column(
+        head.replace("_", " ").upper(), 0, lambda row: form(row.session.metrics.get(name, 0.0))
+    )
 
 
 def _number(value: float) -> str:
@@ -302,10 +305,7 @@ def _cells(status: pb.DaemonStatus, columns: Sequence[_Column]) -> list[list[str
     sessions = sorted(
         status.sessions, key=lambda each: (each.reader.job, each.reader.rank, each.reader.peer)
     )
-    rows = [
-        _Row(each, session_rates(each), {one.name: one.value for one in each.metrics})
-        for each in sessions
-    ]
+    rows = [_Row(each, session_rates(each)) for each in sessions]
     return [[column.read(row) for column in columns] for row in rows]
 
 

@@ -20,7 +20,7 @@ import textwrap
 import time
 import tty
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any, NamedTuple, NoReturn, Self
 
@@ -219,6 +219,8 @@ def _plain_value(value: Any) -> Any:
         return plain(value)
     if isinstance(value, str | bool | int | float):
         return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain_value(item) for key, item in value.items()}
     return [_plain_value(item) for item in value]
 
 

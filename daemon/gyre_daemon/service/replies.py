@@ -244,7 +244,7 @@ def from_session(session: Session) -> pb.SessionState:
         stages=from_stages(session),
         lately=_from_lately(session.lately),
         filled=packed.efficiency if packed else None,
-        metrics=[pb.Metric(**each._asdict()) for each in series_of(totals, gauges)],
+        metrics={each.name: each.value for each in series_of(totals, gauges)},
     )
 
 

@@ -2687,6 +2687,26 @@ class SessionState(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HANDLE_FIELD_NUMBER: _builtins.int
     DATASET_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
@@ -2784,8 +2804,8 @@ class SessionState(_message.Message):
         """of the job, if its dataset grows"""
 
     @_builtins.property
-    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Metric]:
-        """its part of all that Prometheus scrapes of its job"""
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """its part of all that Prometheus scrapes of its job, by name"""
 
     def __init__(
         self,
@@ -2821,7 +2841,7 @@ class SessionState(_message.Message):
         spread: _builtins.float | None = ...,
         resume_step: _builtins.int = ...,
         cursor: _builtins.bytes = ...,
-        metrics: _abc.Iterable[Global___Metric] | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "filled", b"filled", "lately", b"lately", "quality", b"quality", "reader", b"reader", "spread", b"spread"]  # noqa: Y015

@@ -69,7 +69,7 @@ def test_a_job_s_counters_outlive_its_sessions(daemon: Daemon) -> None:
             taken = [next(loader) for _ in range(num_batches)]
             until(lambda: of_job(daemon, "train")["sessions"] == 1)
             assert of_job(daemon, "train")["memory_reserved_bytes"] > 0
-            its = {each.name.removeprefix("gyre_job_") for each in state(daemon).metrics}
+            its = {name.removeprefix("gyre_job_") for name in state(daemon).metrics}
             assert its | {"sessions", "shuffle_quality"} == of_job(daemon, "train").keys()
         del taken
         until(lambda: of_job(daemon, "train")["sessions"] == 0)

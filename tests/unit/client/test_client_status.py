@@ -89,13 +89,15 @@ def test_peers_are_shown_where_there_are_some() -> None:
 
 def test_a_metric_of_sessions_is_a_column_in_the_unit_of_its_name() -> None:
     first, second = session("a"), session("b", job="trial")
-    first.metrics.add(name="gyre_job_new_things_total", value=1234)
-    first.metrics.add(name="gyre_job_new_bytes", value=3 << 20)
-    first.metrics.add(name="gyre_job_old_things_total", value=0)
+    first.metrics["gyre_job_new_things_total"] = 1234
+    first.metrics["gyre_job_new_bytes"] = 3 << 20
+    first.metrics["gyre_job_old_things_total"] = 0
     lines = full_text(answer(first, second), 300).splitlines()
-    assert lines[-3].split()[-3:] == ["NEW", "THINGS", "NEW"]
-    assert lines[-2].split()[-3:] == ["1,234", "3.0", "MiB"]
-    assert lines[-1].split()[-3:] == ["0", "0", "B"]
+    assert lines[-3].split()[-3:] == ["NEW", "NEW", "THINGS"]
+    assert lines[-2].split()[-3:] == ["3.0", "MiB", "1,234"]
+    assert lines[-1].split()[-3:] == ["0", "B", "0"]
+    metrics = to_plain(answer(first))["sessions"][0]["metrics"]
+    assert metrics["gyre_job_new_things_total"] == 1234
 
 
 def test_a_session_at_its_end_is_idle() -> None:
@@ -136,8 +138,8 @@ def crowded() -> pb.DaemonStatus:
         )
     )
     for each in status.sessions:
-        each.metrics.add(name="gyre_job_held_batches", value=10**9)
-        each.metrics.add(name="gyre_job_wait_for_processor_seconds_total", value=1e7)
+        each.metrics["gyre_job_held_batches"] = 10**9
+        each.metrics["gyre_job_wait_for_processor_seconds_total"] = 1e7
     status.storage.add(
         scheme="s3",
         kind="read",
