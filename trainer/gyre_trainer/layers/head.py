@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import id_error, longest_of, rows
+from gyre_trainer.layers.linear import id_error, require_ids, rows
 from gyre_trainer.layers.quantized import is_quantized
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
@@ -529,7 +529,7 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
     where = "the head (nor ignore_index)"
     if isinstance(linear, RotatedModule):
         ids_T = targets_T.where(counted_T, 0)
-        longest_of(linear.rotation, ids_T, linear.out_features, "target", where)
+        require_ids(linear.rotation, ids_T, linear.out_features, "target", where)
         rule = StatisticsRule(linear.out_features, asked.extra)
         # not a field of the rule: a number that differs in each step would make another rule of it
         statistics: Tensor = run(linear.rotation_by(rule), inputs, {"asked": asked})

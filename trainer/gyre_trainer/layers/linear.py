@@ -245,14 +245,16 @@ class EmbeddingRule(Rule):
         """The rows of the tokens: sent to this rank, or of slices that go round the ring.
 
         Raises:
-            IndexError: a token is not in the vocabulary; see `longest_of`.
+            IndexError: a token is not in the vocabulary; see `require_ids`.
             TypeError: tokens are no int64 or int32, which torch refuses, too.
         """
         (tokens,) = (*args, *kwargs.values())
         if tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"tokens of an embedding must be int64 or int32, not {tokens.dtype}")
         ring = rotation.sharded.ring
-        longest = longest_of(rotation, tokens, self.num_embeddings, "token", "the embedding")
+        longest = require_ids(rotation, tokens, self.num_embeddings, "token", "the embedding")
+        if tokens.device.type != "cpu":
+            longest = ring.largest(longest, _call_of(rotation))
         if ring.size == 1 or longest * ring.size >= self.num_embeddings:
             return by_slices(rotation, args, kwargs)
         return self._by_rows(rotation, tokens, longest)
@@ -291,24 +293,27 @@ class EmbeddingRule(Rule):
 _REFUSED = 2**62
 
 
-def longest_of(rotation: Rotation, ids: Tensor, size: int, what: str, where: str) -> int:
-    """The largest number of ids that a rank of the ring has. Collective.
+def require_ids(rotation: Rotation, ids: Tensor, size: int, what: str, where: str) -> int:
+    """Require that all ranks have ids in [0, size). Collective on CPUs.
 
     Args:
         rotation: of the module that reads them.
-        ids: integers in [0, size).
+        ids: integers of this rank.
         size: the number of rows.
         what: an id is, such as "token".
         where: the rows are, such as "the embedding".
+
+    Returns:
+        The largest number of ids that a rank of the ring has; on CUDA, this rank's own number.
 
     Raises:
         IndexError: an id is none of a row; the message names rank and id. On CPUs it is raised on
             every rank of the ring, before any hop; on CUDA on this rank, before the optimizer's
             step.
     """
-    ring, hop = rotation.sharded.ring, HopIdentity(rotation.number, True, False, 0, 0)
+    ring = rotation.sharded.ring
     if is_fake(ids):
-        return ring.largest(ids.numel(), hop.pack())
+        return ids.numel()
     is_odd = ((ids < 0) | (ids >= size)).any()
     if ids.device.type != "cpu":
 
@@ -316,18 +321,24 @@ def longest_of(rotation: Rotation, ids: Tensor, size: int, what: str, where: str
             raise id_error(_odd_id(ids), f"rank {ring.global_rank}: {what}", where, size)
 
         ring.checks.require(is_odd, 0, refuse)
-        return ring.largest(ids.numel(), hop.pack())
-    longest = ring.largest(_REFUSED + ring.rank if is_odd else ids.numel(), hop.pack())
+        return ids.numel()
+    identity = _call_of(rotation)
+    longest = ring.largest(_REFUSED + ring.rank if is_odd else ids.numel(), identity)
     if longest < _REFUSED:
         return longest
     source = longest - _REFUSED
-    odd = ring.largest(_odd_id(ids) if ring.rank == source else -(2**63), hop.pack())
+    odd = ring.largest(_odd_id(ids) if ring.rank == source else -(2**63), identity)
     rank = dist.get_global_rank(ring.group, source)
     raise id_error(odd, f"rank {rank}: {what}", where, size)
 
 
+def _call_of(rotation: Rotation) -> int:
+    """The identity of what the ranks compare before the hops of a call."""
+    return HopIdentity(rotation.number, True, False, 0, 0).pack()
+
+
 def id_error(odd: int, what: str, where: str, size: int) -> IndexError:
-    """The refusal of an id, with the words of `longest_of`."""
+    """The refusal of an id, with the words of `require_ids`."""
     return IndexError(f"{what} {odd} is not in {where}, which has {size} rows")
 
 
