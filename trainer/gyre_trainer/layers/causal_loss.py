@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -165,7 +166,8 @@ class LibraryModel:
         if isinstance(head, LossHead):
             self._head, self._place = head, None
         elif isinstance(head, nn.Linear):
-            path = next(path for path, module in model.named_modules() if module is head)
+            modules = chain(model.named_children(), model.named_modules())  # mostly a child
+            path = next(path for path, module in modules if module is head)
             parent, _, name = path.rpartition(".")
             self._head, self._place = LossHead(head), (model.get_submodule(parent), name)
         else:
@@ -360,7 +362,10 @@ def _given_logits(head: nn.Linear, x_BTD: Tensor) -> Tensor:
 def _effects(config: Any) -> tuple[LogitTransform, float]:
     """What the configuration says is done to logits, and the factor of the router's loss."""
     scale, cap, router = 1.0, None, 0.0
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    # of an encoder-decoder without a configuration for each, the library returns a copy
+    is_flat = getattr(config, "is_encoder_decoder", False) and not hasattr(config, "decoder")
+    has_text = hasattr(config, "get_text_config") and not is_flat
+    text = config.get_text_config(decoder=True) if has_text else config
     for path, effect, _ in _KEYS:
         value = reduce(lambda at, name: getattr(at, name, None), path.split("."), text)
         if not isinstance(value, int | float):
