@@ -23,12 +23,15 @@ import os, runpy, sys, torch
 from gyre_trainer.training.launcher import Launcher
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 _, num_ranks, *sys.argv = sys.argv
+
+def be_rank(pipe):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
 if int(num_ranks) > 1:
     os.environ.update(TORCHELASTIC_RUN_ID="none", GROUP_RANK="0", TORCHELASTIC_RESTART_COUNT="0")
-    launcher = Launcher(int(num_ranks))
-    if not launcher.fork():
-        sys.exit(launcher.wait())
-runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(Launcher(int(num_ranks)).run(be_rank))
+be_rank(None)
 """
 
 

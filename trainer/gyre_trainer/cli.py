@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from gyre_client.errors import GyreError
 from gyre_protos.program import internal_error
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments)
         if "RANK" in os.environ and options.be_rank:
             _require_rank(options)
-            return _be_rank(options, None)
+            return _be_rank(options)
         config = options.read(options)
         if not options.be_rank:
             print(options.show(config, options))
@@ -43,13 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before the fork, so once for all ranks. Torch imports dynamo when it makes an optimizer.
     for module in (options.imports, "torch._dynamo"):
         importlib.import_module(module)
-    launcher = Launcher(options.nproc)
     try:
-        pipe = launcher.fork()
+        return Launcher(options.nproc).run(partial(_be_rank, options))
     except OSError as error:
         print(f"gyre-train: the ranks cannot be started: {error.strerror}", file=sys.stderr)
         return 1
-    return _be_rank(options, pipe) if pipe else launcher.wait()
 
 
 def _require_rank(options: argparse.Namespace) -> None:
@@ -61,7 +60,7 @@ def _require_rank(options: argparse.Namespace) -> None:
         )
 
 
-def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
+def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None = None) -> int:
     """Run as a rank. A failure ends the process at once, so that no rank waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

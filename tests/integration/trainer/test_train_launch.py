@@ -17,12 +17,14 @@ PREAMBLE = """
 import os, sys, time
 from pathlib import Path
 from gyre_trainer.training.launcher import Launcher
-launcher = Launcher(int(sys.argv[1]))
-pipe = launcher.fork()
-if not pipe:
-    sys.exit(launcher.wait())
-rank, folder = int(os.environ["RANK"]), Path(sys.argv[2])
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
+
+def be_rank(pipe):
+    rank, folder = int(os.environ["RANK"]), Path(sys.argv[2])
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    exec(SCRIPT, globals() | locals())
+    return 0
+
+sys.exit(Launcher(int(sys.argv[1])).run(be_rank))
 """
 PROGRAM = "import os, runpy, sys; os.setsid(); del sys.argv[0]; runpy.run_path(sys.argv[0])"
 DEADLINE_S = 150.0
@@ -35,7 +37,7 @@ class Job:
         self._folder = folder
         self._num_ranks = num_ranks
         path = folder / "rank.py"
-        path.write_text(PREAMBLE + textwrap.dedent(script))
+        path.write_text(f"SCRIPT = {textwrap.dedent(script)!r}\n{PREAMBLE}")
         command = ["-c", PROGRAM, str(path), str(num_ranks), str(folder)]
         self._errors = folder / "errors"
         with self._errors.open("wb") as errors:
