@@ -36,8 +36,8 @@ from gyre_trainer.training.history import (
 # The final loss is the mean of this many steps. One step's loss depends on its batch; many more
 # would count steps whose weights were worse.
 FINAL_STEPS = 20
-# Seconds between two lines where a line cannot be rewritten. A shorter interval fills the log; a
-# much longer one makes a reader doubt that the run is alive.
+# Seconds between two lines. A shorter interval fills the log; a much longer one makes readers doubt
+# that the run is alive.
 _LINE_INTERVAL_S = 5.0
 
 
@@ -279,7 +279,7 @@ def _without_secrets(config: TrainConfig) -> dict[str, Any]:
 
 
 class Progress:
-    """Shows records as they come."""
+    """Shows records as they come: a line every few seconds."""
 
     def __init__(
         self, num_steps: int, stream: TextIO, clock_s: Callable[[], float] = time.monotonic
@@ -287,39 +287,24 @@ class Progress:
         self._num_steps = num_steps
         self._stream = stream
         self._clock_s = clock_s
-        self._rewrites = stream.isatty()
         self._shown_at_s = float("-inf")
-        self._width = 0
         self._is_gone = False
 
     def show(self, records: Sequence[StepRecord]) -> None:
-        """Show one line about the records since the last call; the last step is always shown."""
+        """Show a line about these records, unless the last one was a moment ago.
+
+        The last step is always shown.
+        """
         is_last = records[-1].step + 1 == self._num_steps
-        if (
-            not self._rewrites
-            and not is_last
-            and self._clock_s() - self._shown_at_s < _LINE_INTERVAL_S
-        ):
-            return
-        self._shown_at_s = self._clock_s()
-        line = describe(records, self._num_steps)
-        if self._rewrites:
-            self._write("\r" + line.ljust(self._width) + ("\n" if is_last else ""))
-            self._width = len(line)
-        else:
-            self._write(line + "\n")
+        if is_last or self._clock_s() - self._shown_at_s >= _LINE_INTERVAL_S:
+            self._shown_at_s = self._clock_s()
+            self.say(describe(records, self._num_steps))
 
     def say(self, text: str) -> None:
-        """Write a whole line."""
-        ended = "\n" if self._rewrites and self._width else ""
-        self._width = 0
-        self._write(f"{ended}{text}\n")
-
-    def _write(self, text: str) -> None:
-        """Write, unless nobody reads any more: a run does not end with its terminal."""
+        """Write a line, unless nobody reads any more: a run does not end with its terminal."""
         if not self._is_gone:
             try:
-                self._stream.write(text)
+                self._stream.write(text + "\n")
                 self._stream.flush()
             except OSError:
                 self._is_gone = True
