@@ -160,11 +160,12 @@ def _digest(content: bytes | memoryview) -> bytes:
 class InFolder(Struct, frozen=True):
     """The place of a sidecar in a folder that belongs to the daemon's user or to root."""
 
-    path: Path
+    folder: Path
+    name: str
 
     def __str__(self) -> str:
         """The path."""
-        return str(self.path)
+        return f"{self.folder}/{self.name}"
 
     def open(self) -> int:
         """Open the sidecar for reading; the caller owns the descriptor.
@@ -173,7 +174,7 @@ class InFolder(Struct, frozen=True):
             NotOurs: somebody wrote it whose word does not count.
             OSError: there is none, or it cannot be read.
         """
-        return open_ours(self.path, os.O_RDONLY)
+        return open_ours(self.folder / self.name, os.O_RDONLY)
 
     def write(self, data: bytes) -> None:
         """Replace the sidecar, whole or not at all; the folder is made if it is missing.
@@ -181,9 +182,9 @@ class InFolder(Struct, frozen=True):
         Raises:
             OSError: it cannot be written, or is one that must not be replaced.
         """
-        make_folder(self.path.parent)
-        folder = os.open(self.path.parent, os.O_PATH | os.O_DIRECTORY)
-        _write(folder, self.path.name, data, 0o600)
+        make_folder(self.folder)
+        folder = os.open(self.folder, os.O_PATH | os.O_DIRECTORY)
+        _write(folder, self.name, data, 0o600)
 
 
 class BesideShard(Struct, frozen=True):
@@ -298,7 +299,7 @@ class SidecarStore:
         self._index_dir = Path(index_dir) if index_dir else None
         self._fallback = fallback_dir
         self._suffix = suffix
-        self._warned: set[Path] = set()
+        self._warned: set[str] = set()
 
     def sibling(self, suffix: str) -> "SidecarStore":
         """The store of another kind of sidecars in the same folders."""
@@ -335,11 +336,11 @@ class SidecarStore:
         found: list[Loaded | None] = [None] * len(wanted)
         places = [self._candidates(each.key, each.local) for each in wanted]
         for rank in range(max(map(len, places), default=0)):
-            by_folder: dict[tuple[bool, Path], list[int]] = {}
+            by_folder: dict[tuple[bool, str], list[int]] = {}
             for number, its in enumerate(places):
                 known = found[number]
                 if rank < len(its) and not (known and known[1]):
-                    folder = isinstance(its[rank], InFolder), Path(str(its[rank])).parent
+                    folder = isinstance(its[rank], InFolder), _folder(its[rank])
                     by_folder.setdefault(folder, []).append(number)
             for numbers in by_folder.values():
                 some = [(places[number][rank], wanted[number]) for number in numbers]
@@ -405,7 +406,7 @@ class SidecarStore:
 
     def _warn(self, place: SidecarPlace, error: OSError) -> None:
         """Log once for each folder that it has an index that does not count."""
-        folder = Path(str(place)).parent
+        folder = _folder(place)
         if folder in self._warned:
             return
         self._warned.add(folder)
@@ -417,11 +418,16 @@ class SidecarStore:
         digest = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16)
         name = digest.hexdigest() + self._suffix
         if self._index_dir:
-            return [InFolder(self._index_dir / name)]
-        fallback = InFolder(self._fallback / name)
+            return [InFolder(self._index_dir, name)]
+        fallback = InFolder(self._fallback, name)
         if local is None:
             return [fallback]
-        return [BesideShard(local.sibling(local.path.name + self._suffix), local), fallback]
+        beside = local.sibling(local.name.rpartition("/")[2] + self._suffix)
+        return [BesideShard(beside, local), fallback]
+
+
+def _folder(place: SidecarPlace) -> str:
+    return str(place).rpartition("/")[0] or "/"
 
 
 async def _in_thread(
@@ -436,7 +442,7 @@ async def _in_thread(
         TimeoutError: the mount of a folder of the daemon's hangs.
     """
     run = MOUNTS.answered if isinstance(place, InFolder) else MOUNTS.run
-    return await run(Path(str(place)).parent, work, *args, **kwargs)
+    return await run(_folder(place), work, *args, **kwargs)
 
 
 def _read(place: SidecarPlace, max_bytes: int) -> bytes:

@@ -29,6 +29,7 @@ _TOKEN = re.compile(r"\\.|[{},]", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _MAX_DEPTH = 16
+_MAGIC = re.compile(r"[*?\[]")
 
 Named = TypeVar("Named")
 
@@ -147,17 +148,21 @@ def checked_glob(path: str) -> str:
 
 def matches_any(name: str, pattern: str) -> bool:
     """Whether a file name matches any of the patterns."""
-    return _matcher(pattern).match(name) is not None
+    return bool(_matcher(pattern)(name))
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
     """The file names that match any of the patterns."""
-    return list(filter(_matcher(pattern).match, names))
+    return list(filter(_matcher(pattern), names))
 
 
 @functools.lru_cache(64)
-def _matcher(pattern: str) -> re.Pattern[str]:
-    return re.compile("|".join(map(fnmatch.translate, patterns_of(pattern))))
+def _matcher(pattern: str) -> Callable[[str], object]:
+    patterns = patterns_of(pattern)
+    ends = tuple(each[1:] for each in patterns)
+    if all(each.startswith("*") for each in patterns) and not any(map(_MAGIC.search, ends)):
+        return lambda name: name.endswith(ends)  # compiling an expression takes 1 ms
+    return re.compile("|".join(map(fnmatch.translate, patterns))).match
 
 
 def is_beside(name: str) -> bool:
