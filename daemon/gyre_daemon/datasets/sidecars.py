@@ -219,7 +219,7 @@ class BesideShard(Struct, frozen=True):
         with suppress(FileNotFoundError):
             os.close(self.open())
         mode = 0o600 | self.shard.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
-        _write(self.file.open_folder(), self.file.path.name, data, mode)
+        _write(self.file.open_folder(), self.file.base_name, data, mode)
 
 
 SidecarPlace = InFolder | BesideShard
@@ -422,7 +422,7 @@ class SidecarStore:
         fallback = InFolder(self._fallback, name)
         if local is None:
             return [fallback]
-        beside = local.sibling(local.name.rpartition("/")[2] + self._suffix)
+        beside = local.sibling(local.base_name + self._suffix)
         return [BesideShard(beside, local), fallback]
 
 

@@ -581,9 +581,9 @@ def batch_quality(sample_ids: Int64Array, places: Int64Array, num_samples: int) 
     distances = float(((2 * np.arange(n) - n + 1) * ranked).sum())  # of all pairs
     mixing = distances / (n * (n - 1) / 2) / uniform_distance
     num_cells = min(n, num_samples)
-    cells = (sample_ids.astype(np.float64) * (num_cells / num_samples)).astype(np.int64)
+    cells = (ranked * (num_cells / num_samples)).astype(np.int64)  # they rise, too
     uniform_cells = num_cells * (1 - (1 - 1 / num_cells) ** n)
-    spread = (len(np.unique(cells)) - 1) / (uniform_cells - 1)
+    spread = int(np.count_nonzero(np.diff(cells))) / (uniform_cells - 1)
     return ShuffleQuality(displacement, spread, mixing)
 
 

@@ -72,9 +72,9 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
         files = _matches(path, pattern, odd, follow_links=follow_links)
         exists = bool(files) or path.exists()
         if is_folder:
-            files = without_beside(str(path), files, pattern, lambda file: file.path.name)
+            files = without_beside(str(path), files, pattern, lambda file: file.base_name)
             # a folder means all of its files, so they must be one dataset; see `check_one_set`
-            check_one_set(str(path), [file.path.name for file in files], pattern)
+            check_one_set(str(path), [file.base_name for file in files], pattern)
         if is_folder and not files and not odd:
             names = [
                 name
