@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -98,6 +99,18 @@ def test_a_port_that_nothing_asks_takes_no_processor_time() -> None:
             before_s = time.process_time()
             await asyncio.sleep(0.5)
             assert time.process_time() - before_s < 0.2
+
+    run(test)
+
+
+def test_clients_that_reset_their_connection_at_once_hold_nobody_up() -> None:
+    async def test() -> None:
+        async with serving() as port:
+            for _ in range(100):
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    reset = struct.pack("ii", 1, 0)  # no time to linger
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            assert SAMPLE in await ask(port, ASK)
 
     run(test)
 
