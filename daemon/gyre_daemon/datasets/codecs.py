@@ -83,7 +83,7 @@ def _as_stored(
 ) -> Codec:
     """Bytes that are served as they are stored, and checked if there is a `check`."""
     return Codec(
-        misfits=lambda stored, reserved: np.asarray(stored != reserved),
+        misfits=np.not_equal,
         scratch_bytes=None,
         finish=(lambda spec, scratch, destination: check(destination)) if check else None,
         check_all=check_all,
