@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -164,6 +164,10 @@ class Memo(Generic[_T]):
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
         return result
+
+    def __iter__(self) -> Iterator[_T]:
+        """All results that are kept."""
+        return (result for _, result in self._kept.values())
 
     def clear(self) -> None:
         """Forget all."""

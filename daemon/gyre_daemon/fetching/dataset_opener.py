@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig, mixture_height
-from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.dataset import Dataset, Memo
 from gyre_daemon.datasets.filters import Asked, apply_late, asked_of
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
@@ -37,7 +37,7 @@ from gyre_daemon.transforms.recipes import Kind
 # The first samples, which both make in a fraction of a second. More would delay the first job.
 _NUM_SAMPLES = 1000
 _MAX_KEPT = 64  # decisions, each a few words
-_Key = tuple[int, str, str]
+_MAX_FILTERED = 1024  # as many as are configured
 # Takes a dataset as it is stored; returns it with the transforms of its definition, measured, and
 # nothing cached: a filtered dataset has other records than the whole.
 Measure = Callable[[DatasetConfig, Dataset], Awaitable[TransformedDataset]]
@@ -294,15 +294,14 @@ def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Filtered:
-    """A dataset that was filtered: which one, how, and its rest.
+    """The rest of a dataset that was filtered.
 
     Attributes:
+        left: the dataset without the samples that were left out.
         transforms: tells the transforms whose lengths were compared; empty for none.
         lengths: of the remaining samples under these, by field.
     """
 
-    stored: Dataset
-    config: DatasetConfig
     left: Dataset
     transforms: str = ""
     lengths: Mapping[str, Lengths] = field(default_factory=dict)
@@ -319,7 +318,7 @@ class LateFilters:
             measure: see `Measure`.
         """
         self._columns, self._measure = columns, measure
-        self._kept: dict[str, _Filtered] = {}
+        self._filtered: Memo[_Filtered] = Memo(_MAX_FILTERED)
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def of(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
@@ -338,11 +337,12 @@ class LateFilters:
         if not asked:
             return dataset
         async with self._locks.setdefault(name, asyncio.Lock()):
-            kept = self._kept.get(name)
-            if kept is None or kept.stored is not dataset or not _alike(kept.config, config):
-                kept = await self._filter(asked, config, dataset)
-                self._kept[name] = kept
-            return kept.left
+            rules = config.filter, config.transforms, config.on_corrupt, config.max_corrupt
+            found = self._filtered.get(name, dataset, rules)
+            if found is None:
+                found = await self._filter(asked, config, dataset)
+                self._filtered.keep(found, name, dataset, rules)
+            return found.left
 
     async def reading(self, config: DatasetConfig, dataset: Dataset) -> AsyncIterator[Measuring]:
         """Reads the columns that a filter compares, and says how far that is; `of` takes them.
@@ -357,7 +357,7 @@ class LateFilters:
     def lengths_of(self, dataset: TransformedDataset) -> Lengths | None:
         """Known lengths of a filtered dataset's samples under its transforms."""
         names = [spec.name for spec in dataset.made_ragged]
-        for kept in self._kept.values():
+        for kept in self._filtered:
             is_its = kept.left is dataset.stored and kept.transforms == dataset.transforms
             if is_its and names and kept.lengths.keys() >= set(names):
                 return np.stack([kept.lengths[name] for name in names], axis=1)
@@ -378,8 +378,8 @@ class LateFilters:
         left, ids = await compute(apply_late, dataset, config.filter, columns, made)
         if lengths and config.on_corrupt != "replace":
             some = {name: each[ids] for name, each in lengths.items()}
-            return _Filtered(dataset, config, left, transforms, some)
-        return _Filtered(dataset, config, left)
+            return _Filtered(left, transforms, some)
+        return _Filtered(left)
 
 
 def _asked(config: DatasetConfig, dataset: Dataset) -> Asked:
@@ -397,11 +397,6 @@ def _asked(config: DatasetConfig, dataset: Dataset) -> Asked:
     return asked
 
 
-def _alike(first: DatasetConfig, second: DatasetConfig) -> bool:
-    keys = ("filter", "transforms", "on_corrupt", "max_corrupt")
-    return all(getattr(first, key) == getattr(second, key) for key in keys)
-
-
 class EngineVerifier:
     """Chooses the engine of each chain of a dataset, and remembers it."""
 
@@ -413,7 +408,7 @@ class EngineVerifier:
             threads: the daemon's.
         """
         self._transforms, self._threads = transforms, threads
-        self._chosen: dict[_Key, str] = {}
+        self._chosen: Memo[str] = Memo(_MAX_KEPT)
         self._lock = asyncio.Lock()
 
     async def fastest(self, dataset: TransformedDataset) -> TransformedDataset:
@@ -426,11 +421,9 @@ class EngineVerifier:
             return dataset
         key = id(dataset.storage), dataset.fingerprint, dataset.transforms
         async with self._lock:
-            if key not in self._chosen:
-                if len(self._chosen) >= _MAX_KEPT:
-                    del self._chosen[next(iter(self._chosen))]
-                self._chosen[key] = await self._choose(dataset)
-        engine = self._chosen[key]
+            engine = self._chosen.get(key)
+            if engine is None:
+                engine = self._chosen.keep(await self._choose(dataset), key)
         return await self._transforms.with_engine(dataset, engine) if engine else dataset
 
     async def _choose(self, dataset: TransformedDataset) -> str:
