@@ -42,14 +42,12 @@ class Cast(OneField):
     cost: ClassVar[Cost] = "light"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         before = fields[self.field]
         if before.dtype.kind not in "biuf":
             raise ValueError(f"{self.field!r:.100} is {before.dtype.name}, which cannot be cast")
         return {self.field: replace(before, dtype=dtype_of(self.dtype))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         if self.field in out:
             out[self.field][...] = sample[self.field]
         else:
@@ -75,16 +73,13 @@ class Truncate(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.field]
 
     @property
     def is_random(self) -> bool:
-        """See `Transform.is_random`."""
         return self.start == "random"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         before = fields[self.field]
         if not before.shape:
             raise ValueError(f"{self.field!r:.100} is one number per sample, no sequence")
@@ -94,7 +89,6 @@ class Truncate(Transform):
         return {self.field: _cut(before, None, most)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         self.put(self.field, self._kept(sample[self.field], rng), sample, out)
 
     def _kept(self, stored: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[Any]:
@@ -117,7 +111,6 @@ class CropOrPad(Truncate):
     value: float = 0
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         ((_, made),) = super().outputs(fields).items()
         if made.dtype.kind in "iu":
             limits = np.iinfo(made.dtype.str)
@@ -126,7 +119,6 @@ class CropOrPad(Truncate):
         return {self.field: _cut(made, self.length)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         stored = sample[self.field]
         kept = self._kept(stored, rng)
         into = out.get(self.field)
@@ -162,7 +154,6 @@ class Copy(OneField):
             raise ValueError(f"field and to are both {self.to!r:.100}; give the copy its own name")
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         return {self.to: fields[self.field]}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
@@ -182,11 +173,9 @@ class Drop(OneField):
 
     @property
     def drops(self) -> Sequence[str]:
-        """See `Transform.drops`."""
         return [self.field]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         return {}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
@@ -201,16 +190,13 @@ class Cache(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return ()
 
     @property
     def is_random(self) -> bool:
-        """See `Transform.is_random`."""
         return False
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         return {}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
@@ -279,21 +265,17 @@ class PythonFunction(Transform):
         return ()
 
     def inputs_of(self, fields: Mapping[str, Field]) -> Sequence[str]:
-        """See `Transform.inputs_of`."""
         return list(fields)
 
     @property
     def drops(self) -> Sequence[str]:
-        """See `Transform.drops`."""
         return self._names
 
     @property
     def is_random(self) -> bool:
-        """See `Transform.is_random`."""
         return self.is_drawing
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         self._set(names=tuple(fields))
         if not self.fields:
             return {LEARNT: Field(np.dtype(np.uint8), (LEARNT_BYTES,))}
@@ -306,7 +288,6 @@ class PythonFunction(Transform):
         }
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         returned = self._returned({name: sample[name] for name in self._names}, rng)
         if self.fields:
             self._check(returned)

@@ -299,12 +299,10 @@ class Chat(OfText):
         )
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         self.check_text(fields)
         return {self.to: Field(TOKEN, MANY), self.mask: Field(np.dtype(np.bool_), MANY)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         templates: Templates = self._templates  # type: ignore[attr-defined]
         loaded: Any = self._loaded  # type: ignore[attr-defined]
         conversation = json.loads(sample[self.field].tobytes())

@@ -86,12 +86,10 @@ class MeasuredIndex(SampleIndex):
 
     @property
     def num_samples(self) -> int:
-        """See `SampleIndex.num_samples`."""
         return self._source.num_samples
 
     @property
     def fields(self) -> Sequence[FieldSpec]:
-        """See `SampleIndex.fields`."""
         return self._fields
 
     def locate(self, sample_ids: Int64Array) -> Extents:
@@ -106,7 +104,6 @@ class MeasuredIndex(SampleIndex):
         return Extents(found.shard, np.zeros_like(sizes), sizes, indexed=indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds(num_samples)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
@@ -152,23 +149,19 @@ class RecordIndex(SampleIndex):
 
     @property
     def num_samples(self) -> int:
-        """See `SampleIndex.num_samples`."""
         return self._sized.num_samples
 
     @property
     def fields(self) -> Sequence[FieldSpec]:
-        """See `SampleIndex.fields`."""
         return self._fields
 
     def locate(self, sample_ids: Int64Array) -> Extents:
-        """See `SampleIndex.locate`."""
         found = self._sized.locate(sample_ids)
         size = self._without_left_out(sample_ids, found.size)
         start = self.starts[sample_ids][:, None] + np.cumsum(size, axis=1) - size
         return Extents(np.zeros(len(sample_ids), np.int64), start, size, indexed=found.indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds(num_samples) if self._differ else 0
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
@@ -178,7 +171,6 @@ class RecordIndex(SampleIndex):
         return self._sized.blocks(io_block_bytes)
 
     def digest(self) -> bytes:
-        """See `SampleIndex.digest`."""
         return b"records" + self._sized.digest() + self._left_out.astype("<i8").tobytes()
 
     def _without_left_out(self, sample_ids: Int64Array, size: Int64Array) -> Int64Array:

@@ -38,7 +38,6 @@ class OfText(OfField):
 
     @property
     def is_random(self) -> bool:
-        """See `Transform.is_random`."""
         return False
 
     def check_text(self, fields: Mapping[str, Field]) -> None:
@@ -90,12 +89,10 @@ class Tokenize(OfText):
 
     @property
     def engines(self) -> Sequence[str]:
-        """See `Transform.engines`."""
         has_engines = self.engine == "auto" and is_hugging_face(self.tokenizer)
         return installed_engines() if has_engines else ()
 
     def with_engine(self, engine: str) -> "Tokenize":
-        """See `Transform.with_engine`."""
         if engine not in self.engines:
             return self
         other = replace(self)
@@ -108,12 +105,10 @@ class Tokenize(OfText):
         return other
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
         self.check_text(fields)
         return {self.to: Field(TOKEN, MANY)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
         encode: Encode = self._encode  # type: ignore[attr-defined]
         text = sample[self.field].tobytes()
         ids = encode(_text_of(json.loads(text), self.key) if self.key else text.decode())

@@ -157,12 +157,10 @@ class OneField(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.field]
 
     @property
     def is_random(self) -> bool:
-        """See `Transform.is_random`."""
         return False
 
 
@@ -178,12 +176,10 @@ class OfField(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
         return [self.field]
 
     @property
     def drops(self) -> Sequence[str]:
-        """See `Transform.drops`."""
         return [self.field]
 
     def require_bytes(self, fields: Mapping[str, Field]) -> None:

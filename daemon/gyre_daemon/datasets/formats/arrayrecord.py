@@ -529,5 +529,4 @@ class ArrayRecordFormat(ChunkFormat):
         require_library("array_record", "the format arrayrecord needs", "records")
 
     def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
-        """See `ChunkFormat.index_of`."""
         return ChunkIndex(shards, inspected, decode_chunks, self.noun, b"arrayrecord")

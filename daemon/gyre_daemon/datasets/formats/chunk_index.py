@@ -287,14 +287,12 @@ class ChunkFormat(ABC):
     noun: ClassVar[str]
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
         refuse_damaged(shards, inspected, self.noun)
         return self.index_of(shards, inspected)
 
     def assemble_tolerantly(
         self, shards: Sequence[Shard], inspected: Sequence[Arrays]
     ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-        """See `TolerantFormat`."""
         return self.index_of(shards, inspected), ()
 
     @abstractmethod
@@ -623,7 +621,6 @@ class ChunkIndex(SampleIndex):
 
     @property
     def num_samples(self) -> int:
-        """See `SampleIndex.num_samples`."""
         return int(self._first[-1])
 
     @property
@@ -644,7 +641,6 @@ class ChunkIndex(SampleIndex):
         return [*self._stored, *indexed]
 
     def locate(self, sample_ids: Int64Array) -> Extents:
-        """See `SampleIndex.locate`."""
         chunk = np.searchsorted(self._first, sample_ids, side="right") - 1
         row = sample_ids - self._first[chunk]
         start, ragged = self._field_start[chunk], 0
@@ -679,7 +675,6 @@ class ChunkIndex(SampleIndex):
         return located_bounds(self)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds(num_samples) if self._ragged else 0
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
@@ -697,7 +692,6 @@ class ChunkIndex(SampleIndex):
         return BlockTable(max(1, mean), np.arange(len(first)), first)
 
     def digest(self) -> bytes:
-        """See `SampleIndex.digest`."""
         return self._digest
 
     def pieces(self, chunk: int) -> list[tuple[int, int]]:

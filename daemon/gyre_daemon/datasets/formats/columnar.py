@@ -79,7 +79,6 @@ class _ColumnFormat(ChunkFormat):
         self._options, self._columns = options, options.wanted
 
     def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `ChunkFormat.index_of`."""
         return assemble_union(self._options, shards, inspected, "fields", self._index_of_equal)
 
     @abstractmethod
@@ -101,7 +100,6 @@ class ArrowFormat(_ColumnFormat):
 
     @property
     def inspection(self) -> Scan:
-        """See `Format.inspection`."""
         version, run = scan_version("arrow/3", self._columns), partial(_scan_arrow, self._columns)
         return Scan(version, run, num_rows, check_chunks, ragged=self._options.ragged)
 
@@ -133,7 +131,6 @@ class ParquetFormat(_ColumnFormat):
 
     @property
     def inspection(self) -> Scan:
-        """See `Format.inspection`."""
         version = scan_version("parquet/3", self._columns)
         run, ragged = partial(_scan_parquet, self._columns), self._options.ragged
         return Scan(version, run, num_rows, check_chunks, seeks=True, ragged=ragged)

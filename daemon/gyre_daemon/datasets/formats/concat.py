@@ -230,16 +230,13 @@ class View(SampleIndex):
 
     @property
     def num_samples(self) -> int:
-        """See `SampleIndex.num_samples`."""
         return len(self._kept)
 
     @property
     def fields(self) -> Sequence[FieldSpec]:
-        """See `SampleIndex.fields`."""
         return self._index.fields
 
     def locate(self, sample_ids: Int64Array) -> Extents:
-        """See `SampleIndex.locate`."""
         extents = self._index.locate(self._kept[sample_ids])
         if not self.chunks:
             return extents
@@ -247,7 +244,6 @@ class View(SampleIndex):
         return replace(extents, start=extents.start + moved[:, None])
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds(num_samples)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
@@ -255,7 +251,6 @@ class View(SampleIndex):
         return self._blocks(io_block_bytes)
 
     def digest(self) -> bytes:
-        """See `SampleIndex.digest`."""
         digest = hashlib.blake2b(b"filtered" + self._index.digest(), digest_size=16)
         digest.update(self._kept.astype("<i8").data)
         return digest.digest()
@@ -317,7 +312,6 @@ class Concat:
         return Chunks.joined(found, [part.shards for part in self.parts])
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
-        """See `SampleIndex.locate`."""
         if len(self.parts) == 1:
             return self._served(0, self.parts[0].index.locate(sample_ids))
         count, num_stored = len(sample_ids), len(self.fields) - len(self._indexed)
@@ -375,7 +369,6 @@ class Concat:
         return replace(its, start=start, size=size, lengths=lengths, absent=absent, indexed=indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds(num_samples)
 
     @cached_property
@@ -389,7 +382,6 @@ class Concat:
         return self._blocks(io_block_bytes)
 
     def digest(self) -> bytes:
-        """See `SampleIndex.digest`."""
         return self._digest
 
     def _make_blocks(self, io_block_bytes: int) -> BlockTable:
@@ -453,7 +445,6 @@ class MixedIndex(Concat):
         return min(together, num_samples * largest)
 
     def blocks(self, io_block_bytes: int) -> NoReturn:
-        """See `SampleIndex.blocks`."""
         raise InvalidRequest("a mixture has no blocks; use the order `full` or `sequential`")
 
 

@@ -218,12 +218,10 @@ class CsvFormat:
 
     @property
     def inspection(self) -> Scan:
-        """See `Format.inspection`."""
         kind = json.dumps([self._delimiter, self._options.names])
         return Scan(f"delimited/1 {kind}", self._scan, num_samples, _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
         known = {name for scan in inspected for name in json.loads(scan["names"].tobytes())}
         for column in self._options.types:
             if known and column not in known:

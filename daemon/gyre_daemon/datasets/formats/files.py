@@ -350,7 +350,6 @@ class FilesFormat:
         self._extensions = frozenset(each.lower() for each in options.extensions or IMAGES + AUDIO)
 
     def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleTable:
-        """See `ListedFormat.index_of`."""
         options = self._options
         available = _columns_of(table, columns, is_last=options.class_folder == "last")
         wanted = renamed(options.fields, "fields") or self._usual_fields(table, columns)
@@ -382,18 +381,15 @@ class FilesFormat:
         )
 
     def is_wanted(self, name: str) -> bool:
-        """See `ListedFormat.is_wanted`."""
         stem, dot, extension = name.rpartition(".")
         return bool(stem and dot) and extension.lower() in self._extensions
 
     def manifest_of(self, path: str) -> ManifestPlace | None:
-        """See `ListedFormat.manifest_of`."""
         if not path.endswith(_MANIFESTS):
             return None
         return ManifestPlace(path, path.rpartition("/")[0] or ".")
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
-        """See `ManifestFormat.read_manifest`."""
         return read_manifest(
             name, data, path_column=self._options.path_column, types=self._options.types
         )

@@ -241,7 +241,6 @@ class JsonlOptions(SchemaOptions):
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """See `SchemaOptions.pairs`."""
         return () if self.columns == ("*",) else tuple(renamed(self.columns, "columns"))
 
     @property
@@ -277,7 +276,6 @@ class JsonlFormat(ChunkFormat, TextFormat):
 
     @property
     def inspection(self) -> Scan:
-        """See `Format.inspection`."""
         if not self._options.columns:
             return super().inspection
         wanted = self._options.wanted
@@ -285,7 +283,6 @@ class JsonlFormat(ChunkFormat, TextFormat):
         return Scan(f"json-columns/4 {wanted}", wanted, num_rows, check_chunks, ragged=ragged)
 
     def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `ChunkFormat.index_of`."""
         if not self._options.columns:
             return TextFormat.assemble(self, shards, inspected)
         full = [scan for scan in inspected if num_rows(scan)]

@@ -348,13 +348,11 @@ class TextFormat:
 
     @property
     def inspection(self) -> Scan:
-        """See `Format.inspection`."""
         return Scan(
             f"{self._field.name}-lines/{self._version}", self._scan_any, num_samples, _check
         )
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
         identity = f"{self._field.name} lines".encode()
         if are_compressed(shards, ["rows" in scan for scan in inspected]):
             decode = partial(decode_lines, self._keeps_empty)

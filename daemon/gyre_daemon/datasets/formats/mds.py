@@ -328,7 +328,6 @@ class MdsFormat:
         self._options = options
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
         return assemble_union(self._options, shards, inspected, "columns", self._assemble)
 
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:

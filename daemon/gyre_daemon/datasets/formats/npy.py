@@ -164,11 +164,9 @@ class RowsFormat:
 
     @property
     def inspection(self) -> Probe:
-        """See `Format.inspection`."""
         return Probe("npy-rows/1", _probe, _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> StridedIndex:
-        """See `Format.assemble`."""
         found = inspected[0]
         dtype_text, *shape = json.loads(found["row"].tobytes())
         dtype = np.dtype(dtype_text)

@@ -208,7 +208,6 @@ class SampleTable:
         return cls([field], counts, start, size, identity=identity)
 
     def locate(self, sample_ids: Int64Array) -> Extents:
-        """See `SampleIndex.locate`."""
         shard = np.searchsorted(self._first, sample_ids, side="right") - 1
         size = self._size[sample_ids]
         lengths = size.copy() if self._lengths else None
@@ -219,7 +218,6 @@ class SampleTable:
         return Extents(shard, self._start[sample_ids], size, lengths, absent, indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds(num_samples)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
@@ -232,7 +230,6 @@ class SampleTable:
         return blocks_of_unequal_samples(shard, start, stop, io_block_bytes)
 
     def digest(self) -> bytes:
-        """See `SampleIndex.digest`."""
         return self._digest
 
 
@@ -269,7 +266,6 @@ class StridedIndex:
         )
 
     def locate(self, sample_ids: Int64Array) -> Extents:
-        """See `SampleIndex.locate`."""
         if len(self._first) > 2:
             shard = np.searchsorted(self._first, sample_ids, side="right") - 1
             start = (sample_ids - self._first[shard]) * self._stride_bytes + self._start[shard]
@@ -288,6 +284,5 @@ class StridedIndex:
         return self._blocks(io_block_bytes)
 
     def digest(self) -> bytes:
-        """See `SampleIndex.digest`."""
         starts = b" " + self._start.astype("<i8").tobytes() if self._start.any() else b""
         return self._identity + starts

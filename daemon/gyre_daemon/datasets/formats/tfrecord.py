@@ -64,11 +64,9 @@ class TfrecordFormat:
 
     @property
     def inspection(self) -> Scan:
-        """See `Format.inspection`."""
         return Scan("tfrecord/2", scan_records, num_samples, _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
-        """See `Format.assemble`."""
         index, damaged = self.assemble_tolerantly(shards, inspected)
         for first in damaged[:1]:
             reason = f"{first.reason}; restore the shard"

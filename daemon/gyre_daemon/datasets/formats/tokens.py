@@ -554,7 +554,6 @@ class TokensFormat:
 
     @property
     def inspection(self) -> Probe | None:
-        """See `Format.inspection`."""
         if self._options.samples == "documents":
             return Probe(DOCUMENTS_VERSION, probe_documents, check_documents)
         if self._options.header_bytes is not None:
@@ -562,7 +561,6 @@ class TokensFormat:
         return Probe(PROBE_VERSION, probe_headers, check_headers)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        """See `Format.assemble`."""
         if self._options.samples == "documents":
             return _documents(self._options, shards, inspected[0])
         if inspected:

@@ -346,7 +346,6 @@ class WebdatasetFormat:
         self._options = options
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
-        """See `Format.assemble`."""
         return self._assemble(shards, inspected, is_tolerant=False)[0]
 
     def assemble_tolerantly(
