@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gyre_daemon.datasets.dataset import fingerprint, fingerprint_ranges
+from gyre_daemon.datasets.dataset import Memo, fingerprint, fingerprint_ranges
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,3 +50,17 @@ def test_the_contents_of_evenly_chosen_shards_are_covered(sizes: list[int]) -> N
         assert 0 <= start < stop <= sizes[shard]
         assert stop - start == min(sizes[shard], 4096)
         assert abs((start + stop) / 2 - sizes[shard] / 2) <= 1, "its middle"
+
+
+def test_a_memo_keeps_the_last_results_and_what_they_came_from() -> None:
+    memo: Memo[str] = Memo(2)
+    assert memo.get("a") is memo.latest("a") is None
+    assert memo.keep("of one", "a", 1) == "of one"
+    assert (memo.get("a", 1), memo.get("a", 2), memo.latest("a")) == ("of one", None, "of one")
+    memo.keep("of two", "a", 2)  # in place of the one before
+    memo.keep("other", "b")
+    assert memo.get("a", 2) == "of two"  # used last
+    memo.keep("third", "c")
+    assert list(memo) == ["of two", "third"]
+    memo.clear()
+    assert not list(memo)
