@@ -90,8 +90,8 @@ class Fitted(NamedTuple):
 class _Filling:
     """The parts in equally filled sequences.
 
-    before: the parts put there before.
-    length: of the parts put there last.
+    Attributes:
+        before: the parts that were put there before.
         length: of the parts that were put there last.
         each: how many of them each sequence has.
     """
