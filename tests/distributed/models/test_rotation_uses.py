@@ -84,7 +84,9 @@ def by_a_method() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         (alone, batch),
         (rotated, [each.chunk(size)[rank] for each in batch]),
     ):
-        (model.encode(x) * model.encode(y)).sum(1).mean().backward()  # type: ignore[no-untyped-call]
+        loss = (model.encode(x) * model.encode(y)).sum(1).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(model(x, y).mean(), loss)  # whose forward calls it, too
     return tuple(  # type: ignore[return-value]
         {name: whole(cast("Tensor", p.grad)) for name, p in model.named_parameters()}
         for model in (alone, rotated)

@@ -501,6 +501,11 @@ class _PlainParameters:
                 self._replaced.append((parameters, name, parameter))
                 parameters[name] = cast(local_of(parameter), dtype)
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the model's forward runs."""
+        return bool(self._replaced)
+
     def put_back(self) -> None:
         """Put the parameters back."""
         while self._replaced:
@@ -620,7 +625,10 @@ def _outside_of_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any)
 
 @uncompiled
 def _in_forward(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the module's class between the hooks of the module's forward."""
+    """Call a method of the module's class between the hooks of the module's forward.
+
+    The forward itself may call it, too.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         method = partial(getattr(own_class(module), name), module)
@@ -628,6 +636,9 @@ def _in_forward(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             return module.run_plain(method, args, kwargs)
         return method(*args, **kwargs)
 
+    plain = vars(module).get(_PLAIN)
+    if plain is not None and plain.are_there:
+        return run(*args, **kwargs)
     before = vars(module).get("forward")
     module.forward = run  # called by the module, after its hooks before a forward
     try:
