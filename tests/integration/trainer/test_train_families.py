@@ -23,7 +23,7 @@ from tests.unit.trainer.test_trainer_known_blocks import FOUND, HEADS, NO_DROPOU
 NUM_ROWS, LENGTH = 12, 12
 # What the table of blocks lacks.
 MORE: dict[str, dict[str, Any]] = {"Mamba": {"state_size": 4}}
-NOT_CAUSAL = ("Bert", "T5")  # gyre-train trains T5 on pairs, and masked models not at all
+NOT_CAUSAL = ("Bert", "Esm", "T5", "UMT5")  # gyre-train trains causal models alone
 
 
 @pytest.fixture(scope="module")
