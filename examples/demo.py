@@ -155,7 +155,7 @@ def kill(job: "subprocess.Popen[bytes]") -> None:
 @contextmanager
 def second_job(workdir: Path, address: str) -> Iterator["subprocess.Popen[str]"]:
     """Run job 2 on one core's spare time, until the context ends."""
-    say("job 2 counts pairs of bytes, in an order of its own")
+    say("job 2 counts pairs of bytes, in its own order")
     words = [sys.executable, __file__, "--workdir", str(workdir), "--count-pairs", address]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:

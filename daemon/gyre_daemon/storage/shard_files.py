@@ -94,7 +94,7 @@ class _StoppableFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if self._stopped.is_set():
-            raise InterruptedError(errno.ECANCELED, "nobody waits for it any more")
+            raise InterruptedError(errno.ECANCELED, "no caller waits for it any more")
         data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)

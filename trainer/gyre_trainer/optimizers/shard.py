@@ -52,7 +52,7 @@ def own_shard_of(parameter: Tensor) -> OwnShard:
     if others or type(placement) is not Shard:
         raise RotationError(
             f"a parameter of shape {tuple(parameter.shape)} is placed as {parameter.placements}; "
-            "this optimizer takes parameters that are cut along one axis of their mesh"
+            "this optimizer takes parameters cut along one axis of their mesh"
         )
     return OwnShard(placement.dim, parameter.device_mesh.get_group(axis))
 

@@ -20,7 +20,7 @@ class Export:
 
     Attributes:
         run: a run directory, whose newest checkpoint is taken, or a checkpoint's directory.
-        out: the folder that is written.
+        out: the folder to write.
         dtype: of the weights in the files.
     """
 
@@ -37,7 +37,7 @@ class Export:
         """
         if (self.run / manifest.NAME).exists():
             return self.run
-        advice = "name the directory of a run that has one, or that of a checkpoint"
+        advice = "name the directory of a run with one, or that of a checkpoint"
         return run_checkpoints.latest(self.run / "checkpoints", advice)
 
     def config(self, num_ranks: int) -> TrainConfig:

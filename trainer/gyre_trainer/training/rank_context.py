@@ -64,7 +64,7 @@ def join_job(run: RunConfig, *, tf32: bool = False) -> Iterator[RankContext]:
         ) from error
     mesh = make_mesh(device.type, replicate=run.replicas)
     yield RankContext(dist.get_rank(), dist.get_world_size(), device, mesh)
-    dist.destroy_process_group()  # not after an exception: it would wait for ranks that are gone
+    dist.destroy_process_group()  # not after an exception: it would wait for lost ranks
 
 
 def peak_memory_bytes(device: torch.device) -> int:
