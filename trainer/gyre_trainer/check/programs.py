@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -125,20 +125,8 @@ class _Conv(nn.Module):
         return output
 
 
-class _Dropping(nn.Module):
-    """Attention and an MLP that drop out, of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(24, 6, 50, dropout=0.3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
-        return output
-
-
-def _torchs() -> nn.Module:
-    return nn.TransformerEncoderLayer(24, 6, 50, dropout=0.0, batch_first=True, bias=False)
+def _layer_of_torch(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(24, 6, 50, batch_first=True, **options)
 
 
 CASES: Mapping[str, Callable[[], nn.Module]] = {
@@ -148,7 +136,7 @@ CASES: Mapping[str, Callable[[], nn.Module]] = {
     ),
     "experts": lambda: _Loss(MoE(24, 10, num_experts=6, num_chosen=2), 24),
     "convolutions": lambda: _Loss(_Conv(), 24),
-    "torch's transformer layer": lambda: _Loss(_torchs(), 24),
+    "torch's transformer layer": lambda: _Loss(_layer_of_torch(dropout=0.0, bias=False), 24),
     "gathered on use": lambda: _Loss(_Positions(), 24),
     "replicated": _GPTLoss,
     "Llama of transformers": _LibraryLoss,
@@ -318,20 +306,13 @@ def masks(device_type: str, staged: bool) -> dict[str, bool]:
     def grads(recompute: Recompute, seed: int) -> dict[str, Tensor]:
         torch.manual_seed(1)
         with _in_float64():
-            model = _Loss(_Dropping(), 24).to(device)
-        rotate_all(
-            model,
-            mesh=make_mesh(device.type),
-            policy=RotationPolicy(recompute=recompute),
-            min_numel=0,
-        )
+            model = _Loss(_layer_of_torch(dropout=0.3), 24).to(device)
+        policy = RotationPolicy(recompute=recompute)
+        rotate_all(model, mesh=make_mesh(device.type), policy=policy, min_numel=0)
         torch.manual_seed(seed)
         loss = model(tokens_of(0, device)[:2])  # the same rows on all ranks
         loss.backward()
-        return {
-            "loss": loss.detach(),
-            **_grads(model),
-        }
+        return {"loss": loss.detach()} | _grads(model)
 
     with hops_by(staged=staged, device=device):
         by_mode = {mode: grads(mode, 5) for mode in ("none", "block", "layer")}
@@ -513,28 +494,27 @@ def step_config(num_ranks: int, recompute: Recompute = "block") -> TrainConfig:
     )  # fmt: skip
 
 
-def _examples(config: TrainConfig, device: torch.device) -> Examples:
-    num_rows = config.data.batch_size // dist.get_world_size()
-    return stand_in(config, num_rows, seed=0).to(device)
+def _stepping(config: TrainConfig, device: torch.device) -> tuple[Stepper, Examples]:
+    """A fresh model with its optimizer, and this rank's rows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = build_model(config, RankContext(rank, size, device, make_mesh(device.type)))
+    examples = stand_in(config, config.data.batch_size // size, seed=0)
+    return Stepper(model, config), examples.to(device)
 
 
 def step_figures(device_type: str, staged: bool) -> dict[str, float]:
     """Seconds of a step, without hops too, the share that the processor computes, and the peak."""
     device = torch.device(device_type)
     config = step_config(dist.get_world_size())
-    context = RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
     figures = {}
+
+    def stay(ring: Ring, *_: Any) -> Hop:
+        return Hop((), ring)
+
     with hops_by(staged=staged, device=device):
-        model = build_model(config, context)
-        stepper, examples = Stepper(model, config), _examples(config, device)
-
-        def stay(ring: Ring, *_: Any) -> Hop:
-            return Hop((), ring)
-
+        stepper, examples = _stepping(config, device)
         for name in ("s", "s without hops"):
-            with ExitStack() as hops:
-                if name != "s":
-                    hops.enter_context(patch.object(Ring, "shift", stay))
+            with nullcontext() if name == "s" else patch.object(Ring, "shift", stay):
                 took = []
                 for step in range(5):
                     dist.barrier()
@@ -545,26 +525,23 @@ def step_figures(device_type: str, staged: bool) -> dict[str, float]:
                     took.append((time.perf_counter() - before_s, time.thread_time() - before_cpu_s))
                 figures[name], busy_s = min(took[2:])
                 figures.setdefault("busy", busy_s / figures[name])
-        del model, stepper
-        fresh = build_model(config, context)
+        del stepper
+        stepper, examples = _stepping(config, device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            stepper = Stepper(fresh, config)
             for step in range(2):
                 stepper.take(examples, step)
             figures["peak"] = torch.cuda.max_memory_allocated()
         else:
-            figures["peak"] = measure_step(fresh, config, examples).peak_bytes
+            figures["peak"] = measure_step(stepper.model, config, examples).peak_bytes
     return figures
 
 
 def synchronous_calls(device_type: str) -> str:
     """Torch's error for a call in a dense step that waits for the device, or "nothing"."""
     device = torch.device(device_type)
-    config = step_config(dist.get_world_size())
-    context = RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
     with hops_by(staged=dist.get_world_size() > 1, device=device):
-        stepper, examples = Stepper(build_model(config, context), config), _examples(config, device)
+        stepper, examples = _stepping(step_config(dist.get_world_size()), device)
         for step in range(2):
             stepper.take(examples, step)
         torch.cuda.set_sync_debug_mode("error")
@@ -632,15 +609,18 @@ def _error_of(act: Callable[[], None]) -> str:
     return ""
 
 
+_NUM_LORA_STEPS, _KILLED_AT = 4, 2
+
+
 @dataclass
 class _Place:
     """Where the run is in its data; a rank may be killed while it is saved."""
 
     step: int = 0
-    killed_at: int | None = None
+    kills: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        if self.step == self.killed_at:
+        if self.kills and self.step == _KILLED_AT:
             os.kill(os.getpid(), signal.SIGKILL)
         return {"cursor": self.step.to_bytes(4, "big")}
 
@@ -648,31 +628,18 @@ class _Place:
         self.step = int.from_bytes(state["cursor"], "big")
 
 
-@dataclass(frozen=True)
-class Kill:
-    """When the last rank is killed.
+def lora_run(folder: str, killed_in: str, device_type: str, staged: bool) -> str:
+    """A digest of adapters that were trained with a checkpoint after each step, from the latest.
 
-    Attributes:
-        at: the number of the step.
-        within: "step" or "save"; "" for never.
+    The last rank is killed in the third "step", or in the "save" before it; "" for never.
     """
-
-    at: int = -1
-    within: str = ""
-
-
-_NUM_LORA_STEPS = 4
-
-
-def lora_run(folder: str, kill: Kill, device_type: str, staged: bool) -> str:
-    """A digest of adapters that were trained with a checkpoint after each step, from the latest."""
     device = torch.device(device_type)
     is_culprit = dist.get_rank() == dist.get_world_size() - 1
     with hops_by(staged=staged, device=device):
         model = _rotated("LoRA", device, RotationPolicy(recompute="block"))
         trainable = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=3e-3)
-        place = _Place(killed_at=kill.at if is_culprit and kill.within == "save" else None)
+        place = _Place(kills=is_culprit and killed_in == "save")
         config = step_config(dist.get_world_size())  # a checkpoint names some model
         checkpoints = Checkpoints(replace(config, run=replace(config.run, out=folder)))
         state, saved = TrainState(model, [optimizer], place), Path(folder) / "checkpoints"
@@ -680,7 +647,7 @@ def lora_run(folder: str, kill: Kill, device_type: str, staged: bool) -> str:
             checkpoints.load(state, latest(saved))
         while place.step < _NUM_LORA_STEPS:
             loss = model(_part(tokens_of(place.step, device)))
-            if is_culprit and kill.within == "step" and place.step == kill.at:
+            if is_culprit and killed_in == "step" and place.step == _KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss.backward()
             optimizer.step()
