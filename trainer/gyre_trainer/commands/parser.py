@@ -1,7 +1,7 @@
 """The command line of `gyre-train`: its commands, their arguments, and which action each takes."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import shtab
@@ -18,56 +18,31 @@ _NUM_ROWS = 8  # of a check
 _MAX_LENGTH = 2**20
 
 
-def positive(text: str) -> int:
-    """A count.
+def _count(most: int) -> Callable[[str], int]:
+    """The type of an argument: a whole number from 1 to ``most``."""
 
-    Raises:
-        argparse.ArgumentTypeError: it is none, or too large.
-    """
-    return _count(text, _MAX_COUNT)
+    def count(text: str) -> int:
+        if not 1 <= (value := int(_number(text, int))) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from 1 to {most}")
+        return value
 
-
-def length(text: str) -> int:
-    """A number of tokens.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none, or too large.
-    """
-    return _count(text, _MAX_LENGTH)
+    return count
 
 
-def row(text: str) -> int:
-    """The number of a row of `gyre-train check`.
-
-    Raises:
-        argparse.ArgumentTypeError: there is no such row.
-    """
-    return _count(text, _NUM_ROWS)
+_positive = _count(_MAX_COUNT)
 
 
-def _count(text: str, most: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
-    if not 1 <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text} is not from 1 to {most}")
-    return value
-
-
-def rate(text: str) -> float:
-    """A positive number.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
-    if not 0 < value < float("inf"):
+def _rate(text: str) -> float:
+    if not 0 < (value := _number(text, float)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text[:20]} is not a positive number")
     return value
+
+
+def _number(text: str, kind: Callable[[str], float]) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -131,7 +106,7 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where rank-*.json are written (default trace)",
     )
-    traces.add_argument("--steps", type=positive, default=3, help="steps to record (default 3)")
+    traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
     traces.set_defaults(
         be_rank=actions.trace,
         imports="gyre_trainer.training.train",
@@ -187,37 +162,42 @@ def _add_export(exports: argparse.ArgumentParser) -> None:
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
     _add_set(plan)
-    _add_ranks(plan)
+    plan.add_argument(
+        "--ranks",
+        type=_positive,
+        default=4,
+        help="number of ranks of the job; this machine needs none of them (default 4)",
+    )
     of_model = plan.add_argument_group("a model of transformers instead of CONFIG.toml")
     of_model.add_argument(
         "--model", metavar="PATH", help="a folder with config.json, or that file; needs no weights"
     )
-    of_model.add_argument("--sequence", type=length, help="tokens of a sample")
-    of_model.add_argument("--batch", type=positive, help="samples of all ranks in a step")
+    of_model.add_argument("--sequence", type=_count(_MAX_LENGTH), help="tokens of a sample")
+    of_model.add_argument("--batch", type=_positive, help="samples of all ranks in a step")
     rates = plan.add_argument_group("the ranks")
     rates.add_argument(
         "--operations-per-s",
-        type=rate,
+        type=_rate,
         metavar="RATE",
         help="floating-point operations of a rank (default: measured here)",
     )
     rates.add_argument(
         "--bytes-per-s",
-        type=rate,
+        type=_rate,
         metavar="RATE",
         help="bytes that a rank sends inside a host (default: a copy in this machine's memory)",
     )
     rates.add_argument(
         "--bytes-per-s-between",
-        type=rate,
+        type=_rate,
         metavar="RATE",
         help="bytes that a host sends to another one, by one link for all its ranks",
     )
     rates.add_argument(
-        "--ranks-per-host", type=positive, default=8, help="ranks of a host (default 8)"
+        "--ranks-per-host", type=_positive, default=8, help="ranks of a host (default 8)"
     )
     rates.add_argument(
-        "--memory", type=rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
+        "--memory", type=_rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(show=actions.plan, be_rank=None, read=actions.read_plan)
@@ -226,20 +206,15 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 def _add_check(check: argparse.ArgumentParser) -> None:
     check.add_argument("--device", choices=("cpu", "cuda"), required=True)
     check.add_argument(
-        "--rows", type=row, nargs="+", metavar="N", help="these rows of the table alone"
+        "--rows",
+        type=_count(_NUM_ROWS),
+        nargs="+",
+        metavar="N",
+        help="these rows of the table alone",
     )
     check.add_argument("--quick", action="store_true", help="a few models of each row")
     check.add_argument("--json", action="store_true", help="JSON instead of a table")
     check.set_defaults(show=actions.check, be_rank=None, read=lambda _: None)
-
-
-def _add_ranks(shows: argparse.ArgumentParser) -> None:
-    shows.add_argument(
-        "--ranks",
-        type=positive,
-        default=4,
-        help="number of ranks of the job; this machine needs none of them (default 4)",
-    )
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
@@ -261,7 +236,7 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 def _add_nproc(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nproc",
-        type=positive,
+        type=_positive,
         default=1,
         help="ranks to start on this machine (default 1; not under torchrun)",
     )
