@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import Category, LiveBytes, SentBytes
+from gyre_trainer.accounting.counters import Category, Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers import head
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,16 +78,14 @@ def measured_step(
     fake: bool,
 ) -> Step:
     """The cost of a second step; the first one makes the optimizer's states."""
-    sent_bytes = SentBytes(1 if mesh is None else mesh.size())
-    # of real ranks, DDP's own C++ would not be seen
-    with sent_bytes if fake else nullcontext(), LiveBytes() as live:
+    with Counters() as live:
         model = build(contender, workload, mesh, _CPU, fake=fake)
         live.label(Category.PARAMETERS, model.parameters())
         optimizer = make_optimizer(workload, model)
         batch = make_batch(workload, num_batches, _CPU)
         for _ in range(2):
             live.mark("step")
-            sent_before = sent_bytes.total
+            sent_before = live.sent_bytes
             model(*batch).backward()
             live.label(Category.GRADIENTS, (parameter.grad for parameter in model.parameters()))
             with live.during(Category.OPTIMIZER):
@@ -96,7 +94,8 @@ def measured_step(
         peak = live.timeline().since("step").peak()
         return Step(
             {str(category): num_bytes for category, num_bytes in peak.items()},
-            sent_bytes.total - sent_before,
+            # of real ranks, those of DDP's own C++ are not seen
+            live.sent_bytes - sent_before if fake else 0,
         )
 
 

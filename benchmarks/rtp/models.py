@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.baselines import data_parallel, sub_blocks
-from gyre_trainer.accounting.counters import LiveBytes, SentBytes
+from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.causal_loss import takes_causal_loss
 from gyre_trainer.rotate import RotationPolicy, causal_loss, rotate_all
@@ -249,12 +249,11 @@ def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
 
     On CUDA they are those that the allocator has given out, the ring's buffers included.
     """
-    sent = SentBytes(dist.get_world_size())
-    with sent, LiveBytes() as live:
+    with Counters() as live:
         training = _Training(build(), rows)
         training.step()
         live.mark("step")
-        before = sent.total
+        before = live.sent_bytes
         if rows.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         training.step()
@@ -263,7 +262,7 @@ def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
             if rows.is_cuda
             else live.timeline().since("step").peak_bytes
         )
-        return peak, sent.total - before
+        return peak, live.sent_bytes - before
 
 
 def _row(family: str, ranks: list[dict[str, Figures]]) -> str:

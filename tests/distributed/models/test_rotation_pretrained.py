@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer import pretrained
-from gyre_trainer.accounting.counters import Category, LiveBytes
+from gyre_trainer.accounting.counters import Category, Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, RotationError
 from gyre_trainer.layers.mlp import MLPRule
@@ -166,16 +166,16 @@ def peaks(source: Path, target: Path) -> tuple[int, int, list[int]]:
     with torch.device("meta"):
         model = wide()
     rotate_all(model, mesh=make_mesh("cpu"))
-    with LiveBytes() as live:
+    with Counters() as live:
         pretrained.load(model, source)
-        loaded = live.peak
+        loaded = live.peak_bytes
     saved = []
     for _ in range(2):
-        with LiveBytes() as live:
+        with Counters() as live:
             live.label(Category.PARAMETERS, (*model.parameters(), *model.buffers()))
-            before = live.total
+            before = live.live_bytes
             pretrained.save_pretrained(model, target, dtype=torch.float64)
-            saved.append(live.peak - before)
+            saved.append(live.peak_bytes - before)
         with torch.no_grad():
             model(torch.arange(12)[None])
     return held(model), loaded, saved

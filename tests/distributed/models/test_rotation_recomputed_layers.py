@@ -56,7 +56,7 @@ def step(
     torch.manual_seed(dist.get_rank())
     with SettledBytes() as live:
         loss = model(input_ids=rows, labels=rows).loss
-        after_forward = live.total
+        after_forward = live.live_bytes
         loss.backward()
         gc.collect()
         after_backward = live.settled()

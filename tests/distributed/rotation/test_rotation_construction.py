@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.accounting.counters import LiveBytes
+from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rotation_plan import plan_of
@@ -100,7 +100,7 @@ def peak_of_construction() -> tuple[int, int]:
     # torch asks fake tensors once what becomes of DTensors of these shapes
     rotated(on_meta("large GPT"))
     model = on_meta("large GPT")
-    with LiveBytes() as live:
+    with Counters() as live:
         rotated(model)
     return live.timeline().peak_bytes, plan_of(model).num_local_bytes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import LiveBytes
+from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.mlp import MLP
@@ -124,7 +124,7 @@ def trained(case: Case, policy: RotationPolicy) -> tuple[dict[str, Tensor], int,
     with no_sync(model):
         model(x).square().mean().backward()
     before = ring_of(mesh).bytes_sent
-    with LiveBytes() as live:
+    with Counters() as live:
         loss = model(x).square().mean()
         num_streams = sum(storage.nbytes == STREAM_BYTES for storage in live._known.values())
         loss.backward()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import SentBytes
+from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
@@ -78,7 +78,7 @@ def looked_up(policy: RotationPolicy, options: dict[str, bool], dtype: torch.dty
     found, ring = [], ring_of(mesh)
     for _ in range(2):
         before = ring.bytes_sent
-        with SentBytes(num_ranks) as sent:
+        with Counters() as counted:
             logits = model(tokens_of(rank, num_ranks))
             (logits.cos().sum() * num_ranks).backward()
         here = ring.bytes_sent - before
@@ -86,7 +86,7 @@ def looked_up(policy: RotationPolicy, options: dict[str, bool], dtype: torch.dty
             assert torch.equal(model(tokens_of(rank, num_ranks)), logits)
         grads = {name: whole(_grad(each)) for name, each in model.named_parameters()}
         model.zero_grad()
-        found.append(Seen(logits.detach(), grads, [here, sent.total]))
+        found.append(Seen(logits.detach(), grads, [here, counted.sent_bytes]))
     return found
 
 

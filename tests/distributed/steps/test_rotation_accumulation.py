@@ -8,8 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from gyre_trainer.accounting.counters import SentBytes
-from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.rotate import no_sync
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -40,7 +39,7 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
         data = [
             batch(NUM_PARTS * step + part, VARIANT.config.vocab_size) for part in range(NUM_PARTS)
         ]
-        with SentBytes(make_mesh("cpu").size()) as sent_bytes:
+        with Counters() as counted:
             with no_sync(model) if holds_back else nullcontext():
                 for part in data[:-1]:
                     backward(model.loss(*mine(part)))
@@ -49,7 +48,7 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
         for part in data:
             backward(alone.loss(*part))
         distances.append(distance(gradients(model), gradients(alone)))
-        sent.append(sent_bytes.total)
+        sent.append(counted.sent_bytes)
         optimizer.step()
         optimizer.zero_grad()
     return distances, sent, own

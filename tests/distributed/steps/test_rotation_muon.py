@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import Category, LiveBytes, SentBytes
+from gyre_trainer.accounting.counters import Category, Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.optimizers import muon
@@ -136,15 +136,14 @@ def costs(num_matrices: int) -> tuple[int, int]:
         sent += (sum(sizes) - sizes[dist.get_rank()]) * of.element_size()
         return exchange(into, of, to, sizes, **kwargs)
 
-    accounted = SentBytes(dist.get_world_size())
-    with patch.object(dist, "all_to_all_single", counted), accounted, LiveBytes() as live:
+    with patch.object(dist, "all_to_all_single", counted), Counters() as live:
         means = [local_of(each["momentum_buffer"]) for each in optimizer.state.values()]
         grads = [local_of(each.grad) for each in matrices(model) if each.grad is not None]
         live.label(Category.OPTIMIZER, [*map(local_of, matrices(model)), *means, *grads])
-        before = live.total
+        before = live.live_bytes
         optimizer.step()
-    assert accounted.total == sent
-    return sent, live.peak - before
+    assert live.sent_bytes == sent
+    return sent, live.peak_bytes - before
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

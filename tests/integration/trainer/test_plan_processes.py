@@ -8,14 +8,14 @@ import sys
 
 _HOLD = """
 import os, sys, time
-from gyre_trainer.accounting.step_cost import side_by_side
+from gyre_trainer.accounting.step_cost import workers
 
-def hold():
+def hold(_):
     os.write(int(sys.argv[1]), b"x")
     time.sleep(3600)
 
 os.sched_getaffinity = lambda pid: {0, 1}
-side_by_side([hold, hold])
+list(workers(2).map(hold, range(2)))
 """
 
 

@@ -1,18 +1,16 @@
 """What a deep model's step costs follows from a few of its layers."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.counters import CATEGORIES, Category
-from gyre_trainer.accounting.plan import module_counts, modules_table
+from gyre_trainer.accounting.plan import modules_of
 from gyre_trainer.accounting.step_cost import (
     StepCost,
     dry_run,
     layer_kinds,
-    side_by_side,
     step_costs,
 )
 from gyre_trainer.errors import ConfigError
@@ -92,7 +90,7 @@ def test_frozen_weights_have_no_gradients_and_no_states() -> None:
     numel = num_matrices * 2 * 32
     assert at_peak[Category.OPTIMIZER] == 8 * numel + 4 * num_matrices  # and steps
     assert at_peak[Category.GRADIENTS] <= 4 * numel
-    shown = modules_table(module_counts(adapted, 2))
+    shown = modules_of(adapted, 2).table
     assert "model.layers.*.self_attn.q_proj.lora_A.default x6  replicated" in shown
 
 
@@ -129,17 +127,10 @@ def test_logits_that_are_scaled_exist_as_a_whole_unless_they_rotate() -> None:
         assert most < whole if strategy is Strategy.GYRE else most >= whole, strategy
 
 
-def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:
-    settings = config(GPT | {"num_layers": 1})
-    alone = dry_run(settings, Strategy.DDP, 2).timeline
-    jobs = [partial(dry_run, settings, Strategy.DDP, 2)] * 2
-    assert [each.timeline.events for each in side_by_side(jobs)] == [alone.events] * 2
-
-
-def test_the_first_dry_run_that_fails_says_why() -> None:
-    odd = [partial(dry_run, config(GPT), Strategy.DDP, num_ranks) for num_ranks in (3, 5)]
+def test_the_first_step_that_fails_says_why() -> None:
+    odd = [(config(GPT), Strategy.DDP, num_ranks) for num_ranks in (3, 5)]
     with pytest.raises(ConfigError, match="multiple of 3"):
-        side_by_side(odd)
+        step_costs(odd)
 
 
 TEXT = {

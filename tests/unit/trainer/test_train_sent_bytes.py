@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import SentBytes
+from gyre_trainer.accounting.counters import Counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NUM_RANKS = 4
@@ -24,16 +24,16 @@ def buffer(parts: int = 1) -> torch.Tensor:
 
 
 def test_a_send_counts_its_bytes_and_a_receive_none() -> None:
-    with SentBytes(NUM_RANKS) as sent_bytes:
+    with Counters() as counted:
         dist.send(buffer(), 1)
         dist.recv(buffer(2), 3)
         dist.barrier()
-    assert sent_bytes.total == NUM_BYTES
+    assert counted.sent_bytes == NUM_BYTES
 
 
 def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None:
     sent = []
-    with SentBytes(NUM_RANKS) as sent_bytes:
+    with Counters() as counted:
         for collective in (
             lambda: dist.all_gather_single(buffer(), buffer(NUM_RANKS)),
             lambda: dist.all_gather(
@@ -43,9 +43,9 @@ def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None
             lambda: dist.all_reduce(buffer()),
             lambda: dist.broadcast(buffer(), 0),
         ):
-            before = sent_bytes.total
+            before = counted.sent_bytes
             collective()  # type: ignore[no-untyped-call]
-            sent.append(sent_bytes.total - before)
+            sent.append(counted.sent_bytes - before)
     share = NUM_BYTES * 3 // 4
     assert sent == [share, share, share, 2 * share, share]
 
@@ -60,15 +60,15 @@ def test_an_all_to_all_sends_all_rows_but_those_that_stay(
 ) -> None:
     num_rows = sum(rows) if rows else NUM_RANKS
     outgoing = torch.zeros(num_rows, NUM_BYTES, dtype=torch.uint8)
-    with SentBytes(NUM_RANKS) as sent_bytes:
+    with Counters() as counted:
         dist.all_to_all_single(torch.zeros_like(outgoing), outgoing, rows, rows)
         dist.all_to_all_single(torch.zeros(0), torch.zeros(0), [0] * NUM_RANKS, [0] * NUM_RANKS)
-    assert sent_bytes.total == share * outgoing.nbytes
+    assert counted.sent_bytes == share * outgoing.nbytes
 
 
 def test_an_unknown_collective_gives_no_figure() -> None:
     with (
-        SentBytes(NUM_RANKS),
+        Counters(),
         pytest.raises(
             NotImplementedError, match="c10d::alltoall_ sends an unknown number of bytes"
         ),

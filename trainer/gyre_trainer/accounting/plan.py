@@ -1,62 +1,52 @@
 """`gyre-train plan`: the rule of each module, and the cost of a step for a rank, before training.
 
-Next to FSDP2 and DDP, and on rings of other sizes: N ranks are R replicas of rings of N / R. Two
-ring sizes are counted, and the others follow from them: of a rank's bytes and operations, a part
-does not depend on the ring and the other is 1/n of something, while its operators grow with n.
+Next to FSDP2 and DDP, and on rings of other sizes: N ranks are R replicas of rings of N / R.
 
 Times are estimates: they take the host's time to start operators as that of additions, and assume
 that all communication is hidden where it can be.
 """
 
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from gyre_protos.text import counted
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.counters import CATEGORIES, Timeline
+from gyre_trainer.accounting.counters import CATEGORIES
 from gyre_trainer.accounting.step_cost import StepCost, fake_model, on_fake_ranks, step_costs
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.inspection.rotation_plan import table
+from gyre_trainer.inspection.rotation_plan import PlanEntry, table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.training.build import has_adapters
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.gpt import GPTConfig
-from gyre_trainer.training.library import library_config, num_positions
-
-_NUMBER = r"\b\d+\b"
-_Kind = tuple[str, str, int]
-"""The path with its numbers replaced, the rule, the bytes of one module."""
 
 
 @dataclass(frozen=True)
-class ModuleCounts:
-    """The modules of a model.
+class Modules:
+    """The modules of a rotated model.
 
     Attributes:
-        kinds: by kinds of modules: the path of the first one; number, bytes and rank 0's bytes of
-            all.
+        table: one row for each kind of module: MiB, and those on rank 0, whose slices are the
+            largest. Tied parameters are at their first module.
         notes: a line for each class with the layers of a block that rotates layer by layer.
         num_trainable: elements of all parameters that are trained.
         thinnest: rows or columns of the matrix with the shortest cut dim, and its name.
     """
 
-    kinds: Mapping[_Kind, tuple[str, npt.NDArray[np.int64]]]
+    table: str
     notes: tuple[str, ...]
     num_trainable: int
     thinnest: tuple[int, str]
 
 
-def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
-    """The modules of the configured model by kinds. Tied parameters are at their first module.
+def modules_of(config: TrainConfig, num_ranks: int) -> Modules:
+    """The modules of the configured model.
 
     Raises:
         ConfigError: there is no such model.
@@ -65,42 +55,42 @@ def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
     with on_fake_ranks(num_ranks) as mesh:
         model = fake_model(config, Strategy.GYRE, mesh)
         plan = plan_of(model)
-    counts: dict[_Kind, tuple[str, npt.NDArray[np.int64]]] = {}
-    for entry in plan.entries:
-        path = re.sub(_NUMBER, "*", entry.path)
-        kind = path, entry.rule or entry.how, entry.num_bytes
-        _, count = counts.setdefault(kind, (entry.path, np.zeros(3, np.int64)))
-        count += 1, entry.num_bytes, entry.num_local_bytes
-    num_trainable = sum(entry.num_trainable for entry in plan.entries)
-    notes = tuple(plan.layer_lines(counts=False))
-    return ModuleCounts(counts, notes, num_trainable, _thinnest(model))
-
-
-def _thinnest(model: nn.Module) -> tuple[int, str]:
-    """The matrix with the fewest rows or columns along its cut, of the modules that rotate."""
-    cuts = (
-        (cut.shape[cut.dim], f"{re.sub(_NUMBER, '*', path)}.{cut.name}")
-        for path, module in model.named_modules()
-        if isinstance(module, RotatedModule)
-        for cut in module.rotation.layout.cuts
-        if len(cut.shape) > 1
+    return Modules(
+        table([["module", "rule", "bytes", "per rank"], *_rows(plan.entries)], num_texts=2),
+        tuple(plan.layer_lines(counts=False)),
+        sum(entry.num_trainable for entry in plan.entries),
+        min(_cut_dims(model), default=(0, "")),
     )
-    return min(cuts, default=(0, ""))
 
 
-def modules_table(counts: ModuleCounts) -> str:
-    """A table with one row for each kind of module: MiB, and those on rank 0.
+def _any_number(path: str) -> str:
+    return re.sub(r"\b\d+\b", "*", path)
 
-    Rank 0 has the largest slices.
-    """
-    lines = [["module", "rule", "bytes", "per rank"]]
-    total = np.zeros(3, np.int64)
-    for (path, rule, _), (first, count) in counts.kinds.items():
-        total += count
-        number, *sizes = count.tolist()
-        lines.append([f"{path} x{number}" if number > 1 else first, rule, *map(mib, sizes)])
-    lines.append(["total", "", *map(mib, total[1:].tolist())])
-    return "\n".join([table(lines, num_texts=2), *counts.notes])
+
+def _rows(entries: Sequence[PlanEntry]) -> Iterator[Sequence[str]]:
+    """A row for entries alike but for numbers in their paths, and one for all."""
+    kinds: dict[Any, list[PlanEntry]] = {}
+    for entry in entries:
+        kind = _any_number(entry.path), entry.rule or entry.how, entry.num_bytes
+        kinds.setdefault(kind, []).append(entry)
+    for (path, rule, _), alike in kinds.items():
+        name = f"{path} x{len(alike)}" if len(alike) > 1 else alike[0].path
+        yield name, rule, *_sizes(alike)
+    yield "total", "", *_sizes(entries)
+
+
+def _sizes(entries: Sequence[PlanEntry]) -> tuple[str, str]:
+    whole = sum(entry.num_bytes for entry in entries)
+    return mib(whole), mib(sum(entry.num_local_bytes for entry in entries))
+
+
+def _cut_dims(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """Of the modules that rotate: rows or columns of each matrix along its cut, and its name."""
+    for path, module in model.named_modules():
+        if isinstance(module, RotatedModule):
+            for cut in module.rotation.layout.cuts:
+                if len(cut.shape) > 1:
+                    yield cut.shape[cut.dim], f"{_any_number(path)}.{cut.name}"
 
 
 def mib(num_bytes: int) -> str:
@@ -113,7 +103,8 @@ def mib(num_bytes: int) -> str:
 
 
 # Large enough for a matrix product's full rate, and for a copy that no cache holds.
-_MATRIX_DIM, _COPY_BYTES, _NUM_TRIALS, _NUM_OPERATORS = 1024, 2**26, 5, 1000
+_MATRIX_DIM, _COPY_BYTES, _TRIAL_S = 1024, 2**26, 0.05
+_MEASURED = ("operations_per_s", "bytes_per_s", "operator_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,7 @@ class Rates:
         bytes_per_s_between: bytes that a host sends to another one; None for one host.
         ranks_per_host: ranks that share a host and its link.
         operator_s: seconds of the host to start an operator.
-        sources: where the first two are from.
+        measured: names of those that were measured here.
     """
 
     operations_per_s: float = 0.0
@@ -134,7 +125,7 @@ class Rates:
     bytes_per_s_between: float | None = None
     ranks_per_host: int = 8
     operator_s: float = 0.0
-    sources: tuple[str, str] = ("given", "given")
+    measured: tuple[str, ...] = ()
 
     def completed(self, dtype: torch.dtype, num_ranks: int) -> "Rates":
         """The same with missing rates measured on this machine's device.
@@ -152,30 +143,23 @@ class Rates:
         matrix = torch.randn(_MATRIX_DIM, _MATRIX_DIM, dtype=dtype, device=device)
         copied = torch.zeros(2, _COPY_BYTES, dtype=torch.uint8, device=device)
         small = torch.zeros(1, device=device)
-
-        def start_operators() -> None:
-            for _ in range(_NUM_OPERATORS):
-                small.add_(1)
-
         return replace(
             self,
             operations_per_s=self.operations_per_s
-            or 2 * _MATRIX_DIM**3 / _seconds(lambda: matrix @ matrix),
+            or 2 * _MATRIX_DIM**3 / _seconds("x @ x", x=matrix),
             # a copy in memory is a hop between ranks of one host
-            bytes_per_s=self.bytes_per_s
-            or _COPY_BYTES / _seconds(lambda: copied[1].copy_(copied[0])),
-            operator_s=_seconds(start_operators) / _NUM_OPERATORS,
-            sources=(
-                "given" if self.operations_per_s else "measured here: a matrix product",
-                "given" if self.bytes_per_s else "measured here: a copy in memory",
-            ),
+            bytes_per_s=self.bytes_per_s or _COPY_BYTES / _seconds("x[1].copy_(x[0])", x=copied),
+            operator_s=self.operator_s or _seconds("x.add_(1)", x=small),
+            measured=tuple(name for name in _MEASURED if not getattr(self, name)),
         )
 
     def described(self) -> str:
         """The rates and their sources, for the end of a table."""
         lines = [
-            f"{self.operations_per_s:.2e} operations/s of a rank ({self.sources[0]})",
-            f"{self.bytes_per_s:.2e} bytes/s inside a host ({self.sources[1]})",
+            f"{self.operations_per_s:.2e} operations/s of a rank"
+            + self._source("operations_per_s", "a matrix product"),
+            f"{self.bytes_per_s:.2e} bytes/s inside a host"
+            + self._source("bytes_per_s", "a copy in memory"),
         ]
         if self.bytes_per_s_between is not None:
             lines.append(
@@ -183,10 +167,13 @@ class Rates:
                 "ranks, by one link a host (given)"
             )
         lines.append(
-            f"{self.operator_s * 1e6:.1f} us of the host for an operator (measured here: an "
-            "addition; a real step takes more)"
+            f"{self.operator_s * 1e6:.1f} us of the host for an operator"
+            + self._source("operator_s", "an addition; a real step takes more")
         )
         return "\n".join(lines)
+
+    def _source(self, rate: str, how: str) -> str:
+        return f" (measured here: {how})" if rate in self.measured else " (given)"
 
     def of_ring(self, num_ranks: int) -> float:
         """Bytes per second of a ring of ranks; it crosses the link of each host once."""
@@ -201,21 +188,10 @@ class Rates:
         return self.bytes_per_s_between / min(size, self.ranks_per_host)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """The shortest time of a few trials."""
-    trials = []
-    for _ in range(_NUM_TRIALS):
-        _wait()
-        began_s = time.perf_counter()
-        work()
-        _wait()
-        trials.append(time.perf_counter() - began_s)
-    return min(trials)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _seconds(statement: str, x: torch.Tensor) -> float:
+    """The median time of a statement about ``x``."""
+    timer = Timer(statement, globals={"x": x}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=_TRIAL_S).median)
 
 
 @dataclass(frozen=True)
@@ -228,7 +204,6 @@ class Way:
         size: ranks that share a copy of the parameters: of a ring, or all.
         replicas: copies in the job.
         averaged_bytes: bytes that a rank sends to average its gradients over replicas.
-        is_counted: whether the cost was counted, not derived from others.
     """
 
     name: str
@@ -236,7 +211,6 @@ class Way:
     size: int
     replicas: int = 1
     averaged_bytes: int = 0
-    is_counted: bool = True
 
     def host_seconds(self, rates: Rates) -> float:
         """The time that the host of a rank takes to start all operators of a step."""
@@ -281,51 +255,25 @@ def on_rings_of(config: TrainConfig, size: int, num_ranks: int) -> TrainConfig:
     )
 
 
-def rings(
-    counted: Mapping[int, StepCost], num_ranks: int, configured: int, gradient_bytes: int
-) -> dict[int, Way]:
-    """The ways to rotate by the sizes of rings: all sizes of several ranks, and the configured one.
+def rotating(
+    cost: StepCost, size: int, num_ranks: int, configured: int, gradient_bytes: int
+) -> Way:
+    """The way to rotate on rings of a size.
 
     Args:
-        counted: costs of one or two sizes.
+        cost: of a rank, of its ring alone.
+        size: ranks of a ring.
         num_ranks: of the job.
         configured: the size that the configuration has.
         gradient_bytes: of all gradients that replicas average.
     """
-    found = {}
-    for size in sorted({*ring_sizes(num_ranks), configured}):
-        cost = counted.get(size) or (_between(counted, size) if len(counted) == 2 else None)
-        if cost is not None:
-            own, replicas = str(Strategy.GYRE), num_ranks // size
-            found[size] = Way(
-                own if size == configured else f"{own}, rings of {size}",
-                cost,
-                size,
-                replicas,
-                2 * (replicas - 1) * gradient_bytes // size // replicas,
-                size in counted,
-            )
-    return found
+    own, replicas = str(Strategy.GYRE), num_ranks // size
+    name = own if size == configured else f"{own}, rings of {size}"
+    averaged_bytes = 2 * (replicas - 1) * gradient_bytes // size // replicas
+    return Way(name, cost, size, replicas, averaged_bytes)
 
 
-def _between(counted: Mapping[int, StepCost], size: int) -> StepCost:
-    (small, few), (large, many) = sorted(counted.items())
-
-    def line(one: Any, other: Any, at: Callable[[int], float] = lambda n: 1 / n) -> Any:
-        share = (at(size) - at(small)) / (at(large) - at(small))
-        return np.maximum(0, np.rint(one + share * (other - one))).astype(np.int64)
-
-    of_few, of_many = (each.timeline.live[each.timeline.peak_index] for each in (few, many))
-    return StepCost(
-        Timeline(["peak"], line(of_few, of_many)[None]),
-        int(line(few.sent_bytes, many.sent_bytes)),
-        int(line(few.operations, many.operations)),
-        few.assumes_even_routing or many.assumes_even_routing,
-        int(line(few.num_operators, many.num_operators, float)),
-    )
-
-
-# Of the memory that a rank has: an allocator's rounding and what libraries keep need some.
+# Of the memory that a rank has: the rounding of an allocator and caches of libraries need some.
 _USABLE = 0.9
 # A smaller difference of peaks or times is not worth a change: the figures are no more exact.
 _WORTH = 0.05
@@ -341,36 +289,28 @@ def recommendation(
         seconds: of a step, of the same.
         memory_bytes: a rank's memory; None if it is not given.
     """
-    if memory_bytes is None:
-        return _advice(seconds, peaks)
-    where = f"{memory_bytes / 2**30:.4g} GiB"
-    fitting = [each for each in peaks if peaks[each] <= _USABLE * memory_bytes]
+    usable = float("inf") if memory_bytes is None else _USABLE * memory_bytes
+    where = "" if memory_bytes is None else f"{memory_bytes / 2**30:.4g} GiB"
+    fitting = [each for each in peaks if peaks[each] <= usable]
     if not fitting:
         return (
             f"Nothing fits into {_USABLE:.0%} of {where}; {min(peaks, key=peaks.__getitem__)} is "
             "the smallest. Use more ranks, fewer tokens per rank, bfloat16 or recomputation."
         )
     fast = _lowest({each: seconds[each] for each in fitting})
-    best = _lowest({each: peaks[each] for each in fast})
-    if len(best) > 1:
-        return f"{_no_difference(best)} They fit into {where}."
-    if len(fast) > 1:
-        return f"Take {best[0]}: the smallest of those that fit into {where} and are as fast."
-    return f"Take {best[0]}: the fastest of those that fit into {where}."
-
-
-def _advice(seconds: Mapping[str, float], peaks: Mapping[str, float]) -> str:
-    """The default if no memory size was given for a rank."""
-    fast, small = _lowest(seconds), _lowest(peaks)
-    best = [each for each in fast if each in small]
-    if len(best) > 1:
-        return _no_difference(best)
-    if best:
-        return f"Take {best[0]}: nothing is smaller or faster by {_WORTH:.0%}."
-    fastest = min(fast, key=peaks.__getitem__)
-    least = peaks[fastest] / _USABLE / 2**30
+    best, *others = _lowest({each: peaks[each] for each in fast})
+    if others:
+        return (
+            f"{', '.join([best, *others[:-1]])} and {others[-1]} differ by less than {_WORTH:.0%} "
+            "in memory and time, which is not worth a change: keep the one that you have."
+        )
+    if where:
+        return f"Take {best}: nothing that fits into {where} is faster by {_WORTH:.0%}."
+    small = _lowest(peaks)
+    if best in small:
+        return f"Take {best}: nothing is smaller or faster by {_WORTH:.0%}."
     return (
-        f"Take {fastest} where a rank has {least:.3g} GiB or more; otherwise "
+        f"Take {best} where a rank has {peaks[best] / _USABLE / 2**30:.3g} GiB or more; otherwise "
         f"{min(small, key=seconds.__getitem__)}, the smallest.\n--memory GIB decides for a device."
     )
 
@@ -379,14 +319,6 @@ def _lowest(values: Mapping[str, float]) -> list[str]:
     """Those whose value is the lowest, or less than 5 % above it."""
     lowest = min(values.values())
     return [each for each, value in values.items() if value <= lowest * (1 + _WORTH)]
-
-
-def _no_difference(alike: Sequence[str]) -> str:
-    *others, last = alike
-    return (
-        f"{', '.join(others)} and {last} differ by less than {_WORTH:.0%} in memory and time, "
-        "which is not worth a change: keep the one that you have."
-    )
 
 
 _EVEN_ROUTING = (
@@ -404,7 +336,7 @@ class Plan:
     Attributes:
         config: of the run.
         num_ranks: of the job.
-        counts: the modules of the model.
+        modules: those of the model.
         columns: each strategy; rotation is the first, on rings of the configured size.
         rings: each size of rings, the smallest first.
         by_layer: the peak with `memory.recompute = "layer"`, where modules rotate layer by layer
@@ -414,7 +346,7 @@ class Plan:
 
     config: TrainConfig
     num_ranks: int
-    counts: ModuleCounts
+    modules: Modules
     columns: Sequence[Way]
     rings: Sequence[Way]
     by_layer: int | None
@@ -444,8 +376,7 @@ class Plan:
         return "\n\n".join(
             [
                 f"{counted(self.num_ranks, 'rank')}; {per_step}; all figures in MiB",
-                *_too_long(self.config),
-                modules_table(self.counts),
+                "\n".join([self.modules.table, *self.modules.notes]),
                 "Live bytes of a rank at the peak of a step:",
                 self._peaks(),
                 *self._rings(),
@@ -476,13 +407,13 @@ class Plan:
         """A table of the sizes of rings, if there are several."""
         if len(self.rings) < 2:
             return []
-        thinnest, name = self.counts.thinnest
+        thinnest, name = self.modules.thinnest
         lines = [["rings", "peak", "sent", "averaged", "host, s", "thinnest", "step, s"]]
         for each in self.rings:
             rows = -(-thinnest // each.size)
             lines.append(
                 [
-                    f"{each.replicas} x {each.size}" + ("" if each.is_counted else " ~"),
+                    f"{each.replicas} x {each.size}",
                     mib(each.cost.peak_bytes),
                     mib(each.cost.sent_bytes),
                     mib(each.averaged_bytes),
@@ -494,7 +425,7 @@ class Plan:
         return [
             "Rings (replicas x ranks of a ring):\n"
             + table(lines, num_texts=1)
-            + "\n~ between the sizes that were counted; averaged: sent between replicas\n"
+            + "\naveraged: sent between replicas\n"
             f"thinnest: rows or columns of a slice of {name}\n"
             f"! fewer than {_THIN_ROWS}, which leave a part of a GPU's matrix units idle"
         ]
@@ -517,13 +448,12 @@ class Plan:
                 | {
                     "size": each.size,
                     "replicas": each.replicas,
-                    "counted": each.is_counted,
                     "averaged_bytes": each.averaged_bytes,
-                    "thinnest": -(-self.counts.thinnest[0] // each.size),
+                    "thinnest": -(-self.modules.thinnest[0] // each.size),
                 }
                 for each in self.rings
             ],
-            "layer_by_layer": list(self.counts.notes),
+            "layer_by_layer": list(self.modules.notes),
             "peak_bytes_by_layer": self.by_layer,
             "recommendation": self.recommended(memory_bytes),
         }
@@ -544,49 +474,26 @@ def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
     config.require_divisible(num_ranks)
     rates = given.completed(getattr(torch, config.precision.compute_dtype), num_ranks)
     size = num_ranks // config.run.replicas
-    counts = module_counts(config, size)
-    # Another size tells about all: the smallest, whose few slices are counted fast.
-    possible = ring_sizes(num_ranks) or [size]
-    sizes = list(dict.fromkeys([size, possible[0] if size != possible[0] else possible[-1]]))
+    modules = modules_of(config, size)
+    sizes = sorted({*ring_sizes(num_ranks), size})
     steps = [(on_rings_of(config, each, num_ranks), Strategy.GYRE, each) for each in sizes]
-    adds_layers = bool(counts.notes) and config.memory.recompute != "layer"
+    adds_layers = bool(modules.notes) and config.memory.recompute != "layer"
     if adds_layers:
         layers = replace(config, memory=replace(config.memory, recompute="layer"))
         steps.append((on_rings_of(layers, size, num_ranks), Strategy.GYRE, size))
-    others = [each for each in Strategy if each != Strategy.GYRE]
-    costs = step_costs([*steps, *((config, each, num_ranks) for each in others)])
-    gradient_bytes = counts.num_trainable * getattr(torch, config.precision.grad_dtype).itemsize
-    by_size = rings(
-        dict(zip(sizes, costs, strict=False)),
-        num_ranks,
-        size,
-        0 if has_adapters(config.model) else gradient_bytes,
-    )
-    of_others = zip(others, costs[len(steps) :], strict=True)
+    # DDP is first: it tells whether the model's own code fails
+    others = [each for each in reversed(Strategy) if each != Strategy.GYRE]
+    costs = iter(step_costs([*((config, each, num_ranks) for each in others), *steps]))
+    ways = [Way(str(each), next(costs), num_ranks) for each in others]
+    gradient_bytes = modules.num_trainable * getattr(torch, config.precision.grad_dtype).itemsize
+    averaged = 0 if has_adapters(config.model) else gradient_bytes
+    rings = {n: rotating(next(costs), n, num_ranks, size, averaged) for n in sizes}
     return Plan(
         config,
         num_ranks,
-        counts,
-        [by_size[size], *(Way(str(each), cost, num_ranks) for each, cost in of_others)],
-        [each for n, each in by_size.items() if n > 1],
-        costs[len(sizes)].peak_bytes if adds_layers else None,
+        modules,
+        [rings[size], *reversed(ways)],
+        [each for n, each in rings.items() if n > 1],
+        next(costs).peak_bytes if adds_layers else None,
         rates,
     )
-
-
-def _too_long(config: TrainConfig) -> list[str]:
-    """The warning of sequences longer than the model's positions."""
-    if isinstance(config.model, GPTConfig):
-        return []  # refused when the configuration is read
-    described, length = library_config(config.model), config.data.sequence_length
-    most = num_positions(described)
-    if most is None or length <= most:
-        return []
-    kind = described.model_type
-    return [
-        (
-            f"Warning: `data.sequence_length` is {length}, but this {kind} has {most} positions.\n"
-            "Later ones do not exist, or were never trained: take shorter sequences, or set "
-            "`rope_scaling`."
-        )
-    ]

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
-from gyre_trainer.accounting.counters import (
-    Category,
-    LiveBytes,
-    Operations,
-    SentBytes,
-    Timeline,
-    Together,
-    tensors_in,
-)
+from gyre_trainer.accounting.counters import Category, Counters, Timeline, tensors_in
 from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.shards.initialisation import allocate
@@ -107,32 +98,31 @@ def measure_step(
         num_warm_up_tokens: of each example that the first step takes. Its lasting
             allocations do not depend on more, where all parameters are used.
     """
-    live, sent_bytes, operations = LiveBytes(), SentBytes(dist.get_world_size()), Operations()
-    observer, counted = _Observer(model, live), Together(live, sent_bytes, operations)
-    with live.counting_resizes(), counted, observer.hooks(), warnings.catch_warnings():
+    counters = Counters()
+    observer = _Observer(model, counters)
+    with counters, observer.hooks(), warnings.catch_warnings():
         # FSDP2 warns that writing to an output in place would be wrong; this model does not.
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
         )
-        live.label(Category.PARAMETERS, model.parameters())
+        counters.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
         stepper.take(examples.shortened(num_warm_up_tokens), 0)
-        live.mark(STEP)
-        sent_before, computed_before = sent_bytes.total, operations.total
-        started_before = operations.num_operators
+        counters.mark(STEP)
+        counters.sent_bytes = counters.operations = counters.num_operators = 0
         stepper.take(examples, 1)
         return StepCost(
-            live.timeline().since(STEP),
-            sent_bytes.total - sent_before,
-            operations.total - computed_before,
-            num_operators=operations.num_operators - started_before,
+            counters.timeline().since(STEP),
+            counters.sent_bytes,
+            counters.operations,
+            num_operators=counters.num_operators,
         )
 
 
 class _Observer:
     """Labels storages and phases while a step runs."""
 
-    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
+    def __init__(self, model: nn.Module, live: Counters) -> None:
         self._model = model
         self._live = live
         self._logits = ExitStack()
@@ -180,7 +170,7 @@ _MAX_BYTES = 2**30
 class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Above a `FakeTensorMode`: results of real integers alone are real.
 
-    Numbers that are not known are 1. Tensors are equal to each other, which tells that a norm can
+    Unknown numbers are 1. Tensors are equal to each other, which tells that a norm can
     be recomputed.
 
     Attributes:
@@ -193,7 +183,7 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No, as in `gyre_trainer.accounting.counters.Together`."""
+        """No, as in `gyre_trainer.accounting.counters.Counters`."""
         return False
 
     def __torch_dispatch__(
@@ -291,7 +281,8 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
 
     Raises:
         ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model, or
-            the shapes inside it depend on values that are not known.
+            its code fails, as with 7 query heads that share 3 key/value heads, or the shapes inside
+            it depend on unknown values.
         RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
@@ -309,11 +300,13 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
                 f"what a step of {type(model).__name__} costs depends on the tokens' values, such "
                 f"as which experts they choose, so it cannot be planned ({error})"
             ) from error
-        except TrainError:
-            raise
-        except (RuntimeError, ValueError, IndexError):
-            _require_plain_step(config, examples.shortened(_FEW_TOKENS))
-            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            if strategy is not Strategy.DDP or isinstance(error, TrainError):
+                raise
+            # nothing is cut there, so it is the model's own code that fails
+            raise ConfigError(
+                f"{type(model).__name__} of this configuration fails by itself: {error}"
+            ) from error
     return replace(cost, assumes_even_routing=values.assumes_even_routing)
 
 
@@ -326,24 +319,6 @@ def fake_model(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh) -> nn.
         encode_frozen(model, config, mesh)
         add_fake_adapters(model, config, device)
     return model
-
-
-def _require_plain_step(config: TrainConfig, examples: Examples) -> None:
-    """Compute the loss without rotation, to tell whether the configuration makes a model.
-
-    Raises:
-        ConfigError: it makes one whose own code fails, such as one of 7 query heads that share 3
-            key/value heads.
-    """
-    with torch.device("meta"):
-        model = plain(config.model)
-    allocate(model, torch.device("cpu"))
-    try:
-        Stepper(model, config).loss_sum(examples)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"{type(model).__name__} of this configuration fails by itself: {error}"
-        ) from error
 
 
 def _num_warm_up_tokens(config: TrainConfig) -> int:
@@ -366,42 +341,25 @@ def on_fake_ranks(num_ranks: int, values: RealIntegers | None = None) -> Iterato
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         mesh = make_mesh("cpu")
-        # `torch.tensor` on `meta` gives one that is not fake, as for scaled rotary frequencies.
+        # `torch.tensor` on `meta` gives a real one, as for scaled rotary frequencies.
         with FakeTensorMode(allow_non_fake_inputs=True), values or RealIntegers():
             yield mesh
     finally:
         dist.destroy_process_group()
 
 
-Result = TypeVar("Result")
-Job = Callable[[], Result]
 # A process has about 300 MB of its own; more processes than jobs of a plan would do nothing.
 _MAX_PROCESSES = 8
 
 
-def side_by_side(jobs: Sequence[Job[Any]]) -> list[Any]:
-    """The result of each job, computed on the cores that this process may use.
+def workers(num_jobs: int) -> ProcessPoolExecutor:
+    """Processes for jobs that neither communicate nor use a device.
 
-    Jobs must not communicate or use a device: their processes share neither threads nor contexts
-    with this one.
-
-    Args:
-        jobs: the computations; the first ones should be those that take longest.
-
-    Raises:
-        Exception: the error of the first job, in their order, that failed.
+    They are forked on the cores that this process may use, and share neither threads nor contexts
+    with it.
     """
-    num_processes = min(_MAX_PROCESSES, len(jobs), len(os.sched_getaffinity(0)))
-    if num_processes == 1:
-        return [job() for job in jobs]
-    with ProcessPoolExecutor(
-        num_processes, get_context("fork"), _begin, (os.getpid(),)
-    ) as processes:
-        started = [processes.submit(job) for job in jobs]
-        try:
-            return [each.result() for each in started]
-        finally:
-            processes.shutdown(cancel_futures=True)
+    num_processes = min(_MAX_PROCESSES, num_jobs, len(os.sched_getaffinity(0)))
+    return ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (os.getpid(),))
 
 
 def _begin(parent: int) -> None:
@@ -413,7 +371,7 @@ def _begin(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-# Layers of the deeper of the two models that are measured; the other one has one less. FSDP2
+# Layers of the deeper of the two measured models; the other one has one less. FSDP2
 # gathers the layer after next while one computes, so only its fourth layer is like those that
 # follow: from two and three layers, its peak came out up to 1.3 % too small or 8 % too large.
 _MORE = 3
@@ -435,23 +393,21 @@ def step_costs(steps: Sequence[Step]) -> list[StepCost]:
     moment with the most bytes of each phase.
 
     Args:
-        steps: of one model; those that take longest are first.
+        steps: of one model.
 
     Raises:
-        ConfigError, RotationError: as of `dry_run`.
+        ConfigError, RotationError: as of `dry_run`, for the first step that fails.
     """
     with torch.device("meta"):
         kinds = layer_kinds(plain(steps[0][0].model))
     depths = [_depths(config, strategy, kinds) for config, strategy, _ in steps]
-    costs = iter(
-        side_by_side(
-            [
-                partial(dry_run, config, strategy, num_ranks)
-                for (configs, _), (_, strategy, num_ranks) in zip(depths, steps, strict=True)
-                for config in configs
-            ]
-        )
-    )
+    runs = [
+        (each, strategy, num_ranks)
+        for (configs, _), (_, strategy, num_ranks) in zip(depths, steps, strict=True)
+        for each in configs
+    ]
+    with workers(len(runs)) as processes:
+        costs = iter(list(processes.map(dry_run, *zip(*runs, strict=True))))
     return [_deeper([next(costs) for _ in configs], missing) for configs, missing in depths]
 
 

@@ -58,11 +58,6 @@ class LibraryConfig:
         return dataclasses.replace(self, pretrained="", config=described.to_dict())
 
 
-# Families' names of the most tokens of a sequence.
-_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_sequence_length")
-_STRETCHED = ("linear", "dynamic", "yarn")
-
-
 def library_config(model: LibraryConfig) -> Any:
     """The `PretrainedConfig` that the model is built from.
 
@@ -101,24 +96,6 @@ def text_config(described: Any) -> Any:
         return described.get_text_config()
     decoder = getattr(described, "decoder", None)
     return decoder if hasattr(decoder, "num_hidden_layers") else described
-
-
-def num_positions(described: Any) -> int | None:
-    """The most tokens of a sequence that the model was made for; None if nothing says it.
-
-    Three ways to stretch rotary positions leave `max_position_embeddings` as it was before.
-    """
-    text = text_config(described)
-    most = next(
-        (each for key in _POSITIONS if isinstance(each := getattr(text, key, None), int)), 0
-    )
-    # since transformers 5 `rope_parameters`, which may have a table for each kind of layer
-    scaling = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for table in (scaling, *scaling.values()):
-        if isinstance(table, dict) and table.get("rope_type", table.get("type")) in _STRETCHED:
-            before = table.get("original_max_position_embeddings") or most
-            most = max(most, int(before * (table.get("factor") or 1)))
-    return most or None
 
 
 def library_model(model: LibraryConfig) -> nn.Module:
