@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import webdataset
 from gyre_daemon.datasets.formats import Format, base
-from gyre_daemon.datasets.known_formats import FORMATS, included_formats
+from gyre_daemon.datasets.known_formats import FORMATS, PATTERNS, included_formats
 from gyre_daemon.errors import ConfigError
 
 from tests.contract.formats import (
@@ -177,6 +177,10 @@ def test_every_format_is_under_the_contract() -> None:
     tested = {each.name for each in more if hasattr(each, "shards") and hasattr(each, "name")}
     known = {*FORMATS, *included_formats()}
     assert tested | {TestTokens.name, TestWebdataset.name, "tsv"} == known
+
+
+def test_the_table_has_the_patterns_of_the_classes() -> None:
+    assert {name: entry.pattern for name, entry in FORMATS.items()} == PATTERNS
 
 
 def test_an_empty_cell_in_a_column_of_numbers_is_no_number() -> None:
