@@ -1,8 +1,8 @@
 """The `Loader`: an iterable of dicts of tensors, with a state that says where it is.
 
 It reads batches from a stream (`batches.stream`) that it opens when they are first needed. All
-iterators of a loader take from the stream of its `Place`; `EpochIterator` only says where each of
-them ends.
+iterators of a loader take from the stream of its `JobPlace`; `EpochIterator` only says where each
+of them ends.
 """
 
 import logging
@@ -41,8 +41,8 @@ from gyre_client.loader.place import (
     FORK_ADVICE,
     UNKNOWN,
     EpochIterator,
+    JobPlace,
     OneThread,
-    Place,
     Stream,
     Terms,
     cursor_of,
@@ -297,7 +297,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._stop_batch = UNKNOWN  # the batch behind the last one of its iteration
         target = target_of_dataset(address, dataset, data_format, daemon_user)
         terms = Terms(to_device, token_dtype, reattach_timeout_s, stall_timeout_s)
-        self._place = Place(target, self._request, tail, terms)
+        self._place = JobPlace(target, self._request, tail, terms)
         self._finalizer = weakref.finalize(self, self._place.release)
         try:
             declare_classes(self._request.dataset, format, storage, target)

@@ -174,7 +174,7 @@ class Terms:
     stall_timeout_s: float
 
 
-class Place:
+class JobPlace:
     """A place in the order of a job, and the session that reads from there.
 
     The daemon says where the job begins, once it is asked.

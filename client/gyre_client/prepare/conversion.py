@@ -489,11 +489,11 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputFile:
     """The samples `[first, stop)`, which go into one file; see `units.Unit`.
 
     Attributes:
-        number: Of the part.
+        number: Of the file.
         first: Its first sample.
         stop: Behind its last sample.
         conversion: Which it belongs to.
@@ -596,7 +596,7 @@ def convert_dataset(
     step, num_samples = conversion.samples_per_shard, description.num_samples
     with UnitFolder(unfinished_folder(target), job) as folder:
         parts = [
-            Part(
+            OutputFile(
                 number,
                 first,
                 min(first + step, num_samples),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_client.prepare.conversion import Part
+from gyre_client.prepare.conversion import OutputFile
 from tokenizers import Tokenizer
 
 from tests.probe_transforms import Blown
@@ -198,9 +198,9 @@ def test_the_same_command_goes_on_and_another_one_is_refused(
     """It is ended after its third part; a corrupt sample ends another one, which goes on, too."""
     path = corpus(tmp_path, TEXTS)
     command = ["convert", str(path), str(tmp_path / "new"), "--samples-per-shard", "10"]
-    run, ended = Part.run, list[int]()
+    run, ended = OutputFile.run, list[int]()
 
-    def counted(part: Part, connection: Any, advance: Any) -> dict[str, Any]:
+    def counted(part: OutputFile, connection: Any, advance: Any) -> dict[str, Any]:
         if len(ended) >= 3:  # two parts run at once
             raise Interrupted
         found = run(part, connection, advance)
@@ -208,7 +208,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(
         return found
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(Part, "run", counted)
+        patch.setattr(OutputFile, "run", counted)
         main([*command, "--to", "webdataset"])
     unfinished = tmp_path / ".new.unfinished"
     kept = {each.name: each.stat().st_mtime_ns for each in (unfinished / "files").iterdir()}
