@@ -12,14 +12,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring.families import metrics_application
-from gyre_daemon.monitoring.http_ports import (
-    MAX_CONNECTIONS,
-    Application,
-    HttpPort,
-)
+from gyre_daemon.monitoring.http_ports import MAX_CONNECTIONS, HttpPort
 from gyre_daemon.runtime import liveness
 from gyre_daemon.runtime.listen import TcpAddress
-from gyre_daemon.runtime.liveness import LoopLag, Probes
+from gyre_daemon.runtime.liveness import Application, LoopLag, Probes
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
