@@ -54,7 +54,6 @@ __all__ = [
     "dtensor_handlers",
     "gradient_hooks_of",
     "gradients",
-    "has_dispatch_modes",
     "hooks_of",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -173,11 +172,6 @@ uncompiled = _disable_dynamo
 def base_of(tensor: Tensor) -> Tensor:
     """The tensor that this one is a view of, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
-
-
-def has_dispatch_modes() -> bool:
-    """Whether a counter or tracer of operators is on."""
-    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def saved_tensors_hooks_around() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
