@@ -1,12 +1,10 @@
 """Transformers' models that are built on `meta` get the values of their own `_init_weights`."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,51 +116,6 @@ def require_equal(family: str, found: dict[str, Tensor], expected: dict[str, Ten
     assert found.keys() == expected.keys(), family
     for name, value in expected.items():
         assert torch.equal(found[name], value), f"{family}: {name}"
-
-
-class Doubles(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("table", torch.arange(3.0))
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.weight.data.mul_(2)
-
-
-def test_values_that_nothing_can_make_are_refused_by_name() -> None:
-    with torch.device("meta"):
-        model = Doubles()
-    with pytest.raises(RotationError, match="buffer table is on meta, and Doubles cannot be made"):
-        materialize(model, seed=0)
-    model.table = torch.arange(3.0)
-    with pytest.raises(
-        RotationError, match=r"changes layer\.weight, but not all of it, or by what"
-    ):
-        materialize(model, seed=0)
-
-
-class Given(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-
-class Gives(nn.Module):
-    """Registers a buffer with a module inside, whose constructor makes none."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config, self.inside = config, Given(config)
-        self.inside.register_buffer("scales", torch.arange(2.0), persistent=False)
-
-
-def test_a_buffer_that_the_module_around_gives_is_made() -> None:
-    with torch.device("meta"):
-        model = Gives(SimpleNamespace())
-    materialize(model, seed=SEED)
-    assert torch.equal(model.inside.get_buffer("scales"), torch.arange(2.0))
 
 
 class Draws(nn.Module):

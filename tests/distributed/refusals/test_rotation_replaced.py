@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
@@ -18,25 +18,22 @@ WIDTH, NUM_ROWS = 8, 30
 
 
 class Perceptron(nn.Module):
-    def __init__(self, hidden: int = 12) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.down(F.gelu(self.up(x)))
         return output
 
 
-RULES: Any = {Perceptron: MLPRule()}
-
-
 class Model(nn.Module):
     """An embedding, blocks, a norm that stays whole, and a head."""
 
-    def __init__(self, hidden: int = 12) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_ROWS, WIDTH)
-        self.blocks = nn.ModuleList(Perceptron(hidden) for _ in range(2))
+        self.blocks = nn.ModuleList(Perceptron() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, NUM_ROWS)
 
@@ -48,23 +45,19 @@ class Model(nn.Module):
         return output
 
 
-def made(dtype: torch.dtype = torch.float64, hidden: int = 12) -> Any:
+def made() -> Any:
     torch.manual_seed(0)
-    return Model(hidden).to(dtype)
+    return Model().double()
 
 
-def rotated(dtype: torch.dtype = torch.float64, **policy: Any) -> Any:
-    model = made(dtype)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(**policy), rules=RULES)
+def rotated() -> Any:
+    model = made()
+    rotate_all(model, mesh=make_mesh("cpu"), rules={Perceptron: MLPRule()})
     return model
 
 
-def tokens_of(rank: int) -> Tensor:
-    return torch.randint(NUM_ROWS, (2, 5), generator=torch.Generator().manual_seed(rank))
-
-
 def told_of_hooks() -> list[str]:
-    model, x, messages = rotated(), tokens_of(0), []
+    model, x, messages = rotated(), torch.arange(10), []
     model(x).sum().backward()
     registering: tuple[Callable[[Any], Any], ...] = (
         lambda block: block.down.register_forward_hook(lambda module, args, y: y + 1),

@@ -103,13 +103,10 @@ def modes_left(*, begins_as_zero: bool) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize(("begins_as_zero", "expected"), [(False, [1, 1]), (True, [2, 1])])
-def test_zeros_next_to_an_output_are_compared_once(
-    ranks: StartRanks, begins_as_zero: bool, expected: list[int]
-) -> None:
+def test_zeros_next_to_an_output_are_compared_once(ranks: StartRanks) -> None:
     """Each comparison gathers a whole layer at a time, so it must come to an end."""
-    for left in ranks(2).run(partial(modes_left, begins_as_zero=begins_as_zero)):
-        assert left == expected
+    assert ranks(2).run(partial(modes_left, begins_as_zero=False)) == [[1, 1]] * 2
+    assert ranks(2).run(partial(modes_left, begins_as_zero=True)) == [[2, 1]] * 2
 
 
 LARGE = 2100  # with 1,024 outside, 4,300,800 parameters

@@ -1,11 +1,13 @@
 """Initial weights in one process: reproducible, of the right distribution, without seams."""
 
 from math import sqrt
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import scipy
 import torch
-from gyre_trainer.errors import ConfigError
+from gyre_trainer.errors import ConfigError, RotationError
 from gyre_trainer.shards.initialisation import Constant, Normal, Uniform, fill, materialize
 from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor, nn
@@ -96,3 +98,48 @@ def test_tied_parameters_stay_tied() -> None:
 def test_an_impossible_shape_is_refused(dim: int, num_heads: int, num_kv_heads: int) -> None:
     with pytest.raises(ConfigError, match=r"model\.(dim|num_kv_heads)"):
         GPTConfig(10, 1, dim, num_heads, num_kv_heads, 8, 8)
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("table", torch.arange(3.0))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(2)
+
+
+def test_values_that_nothing_can_make_are_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = Doubles()
+    with pytest.raises(RotationError, match="buffer table is on meta, and Doubles cannot be made"):
+        materialize(model, seed=0)
+    model.table = torch.arange(3.0)
+    with pytest.raises(
+        RotationError, match=r"changes layer\.weight, but not all of it, or by what"
+    ):
+        materialize(model, seed=0)
+
+
+class Given(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+class Gives(nn.Module):
+    """Registers a buffer with a module inside, whose constructor makes none."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.inside = config, Given(config)
+        self.inside.register_buffer("scales", torch.arange(2.0), persistent=False)
+
+
+def test_a_buffer_that_the_module_around_gives_is_made() -> None:
+    with torch.device("meta"):
+        model = Gives(SimpleNamespace())
+    materialize(model, seed=0)
+    assert torch.equal(model.inside.get_buffer("scales"), torch.arange(2.0))
