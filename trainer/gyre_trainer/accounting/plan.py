@@ -233,10 +233,16 @@ class Way:
         return max(computes_s, sends_s, computes_s / 3 + averages_s, self.host_seconds(rates))
 
     def as_object(self, rates: Rates) -> dict[str, Any]:
-        """The figures that all tables have, for JSON."""
+        """All figures, for JSON."""
         return {
+            "size": self.size,
+            "replicas": self.replicas,
             "peak_bytes": self.cost.peak_bytes,
+            "at_peak": {str(key): n for key, n in self.cost.timeline.peak().items()},
             "sent_bytes": self.cost.sent_bytes,
+            "averaged_bytes": self.averaged_bytes,
+            "operations": self.cost.operations,
+            "operators": self.cost.num_operators,
             "host_s": self.host_seconds(rates),
             "step_s": self.seconds(rates),
         }
@@ -434,23 +440,9 @@ class Plan:
         """The plan's figures, for JSON."""
         return {
             "ranks": self.num_ranks,
-            "strategies": {
-                each.name: each.as_object(self.rates)
-                | {
-                    "at_peak": {str(key): n for key, n in each.cost.timeline.peak().items()},
-                    "operations": each.cost.operations,
-                    "operators": each.cost.num_operators,
-                }
-                for each in self.columns
-            },
+            "strategies": {each.name: each.as_object(self.rates) for each in self.columns},
             "rings": [
-                each.as_object(self.rates)
-                | {
-                    "size": each.size,
-                    "replicas": each.replicas,
-                    "averaged_bytes": each.averaged_bytes,
-                    "thinnest": -(-self.modules.thinnest[0] // each.size),
-                }
+                each.as_object(self.rates) | {"thinnest": -(-self.modules.thinnest[0] // each.size)}
                 for each in self.rings
             ],
             "layer_by_layer": list(self.modules.notes),
@@ -475,7 +467,7 @@ def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
     rates = given.completed(getattr(torch, config.precision.compute_dtype), num_ranks)
     size = num_ranks // config.run.replicas
     modules = modules_of(config, size)
-    sizes = sorted({*ring_sizes(num_ranks), size})
+    sizes = sorted({*ring_sizes(num_ranks), size}, reverse=True)  # the longest first
     steps = [(on_rings_of(config, each, num_ranks), Strategy.GYRE, each) for each in sizes]
     adds_layers = bool(modules.notes) and config.memory.recompute != "layer"
     if adds_layers:
@@ -493,7 +485,7 @@ def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
         num_ranks,
         modules,
         [rings[size], *reversed(ways)],
-        [each for n, each in rings.items() if n > 1],
+        [each for n, each in sorted(rings.items()) if n > 1],
         next(costs).peak_bytes if adds_layers else None,
         rates,
     )
