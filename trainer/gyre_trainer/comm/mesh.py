@@ -115,7 +115,7 @@ def unnamed(mesh: DeviceMesh) -> DeviceMesh:
 def _same_groups(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 1:
         return DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
-    # `from_group` wants names for several axes, which nothing needs that is done with these meshes.
+    # `from_group` wants names for several axes, but nothing here needs them.
     names = mesh.mesh_dim_names
     found = DeviceMesh.from_group(
         mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=names

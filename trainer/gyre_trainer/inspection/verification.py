@@ -109,7 +109,7 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _tell(rotation: Rotation, outputs: Sequence[Tensor]) -> bool:
-    """Whether none of the outputs is zero throughout, but for what the module's code gives."""
+    """Whether none of the outputs is zero throughout, but for constants of its code."""
     have_values = [bool(each.any()) for each in outputs]
     shards = rotation.sharded.views(rotation.sharded.flat)
     is_zero = any(each.dim() > 1 and each.numel() and not each.any() for each in shards)

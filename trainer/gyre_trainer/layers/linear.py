@@ -293,14 +293,14 @@ class EmbeddingRule(Rule):
 _REFUSED = 2**62
 
 
-def require_ids(rotation: Rotation, ids: Tensor, size: int, what: str, where: str) -> int:
+def require_ids(rotation: Rotation, ids: Tensor, size: int, kind: str, where: str) -> int:
     """Require that all ranks have ids in [0, size). Collective on CPUs.
 
     Args:
         rotation: of the module that reads them.
         ids: integers of this rank.
         size: the number of rows.
-        what: an id is, such as "token".
+        kind: of id, such as "token".
         where: the rows are, such as "the embedding".
 
     Returns:
@@ -318,7 +318,7 @@ def require_ids(rotation: Rotation, ids: Tensor, size: int, what: str, where: st
     if ids.device.type != "cpu":
 
         def refuse(_: int) -> NoReturn:
-            raise id_error(_odd_id(ids), f"rank {ring.global_rank}: {what}", where, size)
+            raise id_error(_odd_id(ids), f"rank {ring.global_rank}: {kind}", where, size)
 
         ring.checks.require(is_odd, 0, refuse)
         return ids.numel()
@@ -329,17 +329,17 @@ def require_ids(rotation: Rotation, ids: Tensor, size: int, what: str, where: st
     source = longest - _REFUSED
     odd = ring.largest(_odd_id(ids) if ring.rank == source else -(2**63), identity)
     rank = dist.get_global_rank(ring.group, source)
-    raise id_error(odd, f"rank {rank}: {what}", where, size)
+    raise id_error(odd, f"rank {rank}: {kind}", where, size)
 
 
 def _call_of(rotation: Rotation) -> int:
-    """The identity of what the ranks compare before the hops of a call."""
+    """The identity of a comparison before the hops of a call."""
     return HopIdentity(rotation.number, True, False, 0, 0).pack()
 
 
-def id_error(odd: int, what: str, where: str, size: int) -> IndexError:
+def id_error(odd: int, kind: str, where: str, size: int) -> IndexError:
     """The refusal of an id, with the words of `require_ids`."""
-    return IndexError(f"{what} {odd} is not in {where}, which has {size} rows")
+    return IndexError(f"{kind} {odd} is not in {where}, which has {size} rows")
 
 
 def _odd_id(ids: Tensor) -> int:

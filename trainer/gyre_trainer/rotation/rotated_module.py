@@ -374,7 +374,7 @@ class RotatedModule(ShardedModule):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's part of the batch, as without rotation."""
-        if not self.was_called:  # torch checks each attribute that is set
+        if not self.was_called:  # torch checks each attribute when it is set
             self.was_called = True
         self.guard.require_same()
         self._require_no_more_hooks()

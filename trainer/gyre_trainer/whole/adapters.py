@@ -76,7 +76,7 @@ def _notice(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """See to a child that a module of peft is given first, under one of these names.
 
     Raises:
-        RotationError: its adapter would read or copy weights that are sharded.
+        RotationError: its adapter would read or copy sharded weights.
     """
     kind = own_class(module)
     if name not in _AROUND or child is None or child_of(module, name) is not None:

@@ -124,7 +124,7 @@ class ReplicatedGradients:
                 )
 
     def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
-        """Average the gradients of all parameters that are trainable now, frozen before or not.
+        """Average the gradients of all parameters trainable now, frozen before or not.
 
         A backward that reaches one of ``others`` averages them, too. Those rotate, so all ranks
         reach them. See [Note: Ranks that reach nothing].

@@ -195,7 +195,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """The place of a saved tensor in a parameter that is gathered again."""
+    """The place of a saved tensor in a gathered parameter."""
 
     gathered: GatheredParameter
     version: int

@@ -132,7 +132,7 @@ class ReadRule(Rule):
 
 
 def cut_of(name: str, parameter: Tensor, num_slices: int) -> Cut:
-    """The cut of a parameter that is gathered, along the first dim that all slices have part of."""
+    """The cut of a gathered parameter, along the first dim that all slices have part of."""
     shape = tuple(parameter.shape)
     return Cut(name, shape, _dim(shape, num_slices))
 
@@ -220,7 +220,7 @@ class ReplicatedModule(ShardedModule):
         """Call a method of the module with plain tensors in the place of parameters.
 
         Raises:
-            RotationError: it writes to a parameter that is gathered.
+            RotationError: it writes to a gathered parameter.
         """
         assert isinstance(self, nn.Module)
         if self.outer_dtype is not None:
