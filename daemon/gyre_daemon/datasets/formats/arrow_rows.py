@@ -662,6 +662,9 @@ def _batch(message: Any, schema: Any) -> Any:
     return batch if is_inside else None
 
 
+_TOO_LARGE = f"a record batch has more than {MAX_CHUNK_BYTES >> 30} GiB"
+
+
 class _DecodedBatches:
     """The decoded record batches of a file, each a chunk.
 
@@ -678,6 +681,9 @@ class _DecodedBatches:
 
     def add(self, message: Any, num_rows: int, offset: int, stop: int) -> None:
         """Decode a record batch, and note where its rows end."""
+        fixed = sum(each.spec.element_bytes for each in self._columns if not each.spec.ragged)
+        if num_rows * fixed > MAX_CHUNK_BYTES:  # a damaged one may claim so
+            raise ValueError(_TOO_LARGE)
         self._rows.append(num_rows)
         self._pieces.append([(offset, stop)])
         try:
@@ -689,7 +695,7 @@ class _DecodedBatches:
             self._found.append(lacking([column.spec for column in self._columns], num_rows))
             return
         if sum(column.data.nbytes for column in its) > MAX_CHUNK_BYTES:
-            raise ValueError(f"a record batch has more than {MAX_CHUNK_BYTES >> 30} GiB")
+            raise ValueError(_TOO_LARGE)
         self._found.append([Column(_NO_DATA, column.ends, column.present) for column in its])
 
     def arrays(self) -> Arrays:
