@@ -1,5 +1,6 @@
 """Tiny models of the families of `transformers`, and how far a rotated one is from one process."""
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -61,15 +62,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RULES: dict[str, Any] = {
     "Gemma3": {"*.embed_tokens": EmbeddingRule(VOCABULARY, padding_idx=0)},
-    "GptOss": {
+}
+if version("transformers").startswith("4.57."):  # experts of others are called in another way
+    RULES["GptOss"] = {
         "*.experts": ExpertsRule(
             weights=("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
             chosen="router_indices",
             scores="routing_weights",
             last=("down_proj", "down_proj_bias"),
         )
-    },
-}
+    }
 
 
 def made(family: str, **sizes: Any) -> Any:
@@ -82,6 +84,8 @@ def made(family: str, **sizes: Any) -> Any:
     of = "Text" if family == "Gemma3" else ""  # it also has models that see images
     config = getattr(library, f"{family}{of}Config")(**configured | sizes)
     model = getattr(library, family + kind)(config)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped products refuse float64
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)
