@@ -4,7 +4,8 @@ import resource
 
 from gyre_daemon.runtime.limits import DescriptorShares
 from gyre_daemon.storage.engine.policies import AdaptiveLimit
-from gyre_daemon.storage.sources.plain_http import ConnectionBudget
+from gyre_daemon.storage.sources.http_source import _SignedTarget
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget, HttpGet
 
 
 class Host:
@@ -87,3 +88,10 @@ def test_a_lower_ceiling_holds_whatever_is_answered() -> None:
     limit.lower_ceiling(2)
     limit.lower_ceiling(500)
     assert limit.limit == 2
+
+
+def test_nothing_that_prints_a_request_prints_its_credentials() -> None:
+    text = b"GET / HTTP/1.1\r\nAuthorization: Bearer hunter2\r\n"
+    get = HttpGet(text, 1, None, url="https://host/object?signature=hunter2")
+    target = _SignedTarget(0.0, get.url, text, waiting=[get])
+    assert "hunter2" not in f"{get!r} {target!r}"

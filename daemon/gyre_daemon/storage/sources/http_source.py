@@ -343,6 +343,8 @@ class _SignedTarget(Struct, eq=False):
     waiting: list[HttpGet] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
+    __repr__ = object.__repr__  # see `HttpGet`
+
     def turn_to(self, url: str, host: PlainHttp, headers: str) -> None:
         """Send requests to this URL from now on."""
         parts = urlsplit(url)

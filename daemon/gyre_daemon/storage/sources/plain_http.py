@@ -144,6 +144,8 @@ class HttpGet(Struct, eq=False):
     url: str = ""
     num_redirects: int = 0
 
+    __repr__ = object.__repr__  # a struct's own would print credentials
+
     def cancel(self) -> None:
         """See `SentRequest.cancel`."""
         self.on_response = None
