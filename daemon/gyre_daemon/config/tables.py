@@ -144,7 +144,8 @@ def check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> 
         import difflib  # noqa: PLC0415  # for an error alone
 
         close = difflib.get_close_matches(key, known, n=1)
-        advice = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(sorted(known))}"
+        all_known = f"known are {', '.join(sorted(known))}" if known else "there are none"
+        advice = f"did you mean `{close[0]}`?" if close else all_known
         raise ConfigError(f"unknown key `{key}` in {where}; {advice}")
 
 

@@ -378,3 +378,12 @@ def test_parsing_a_dataset_leaves_its_table_unchanged() -> None:
     before = json.dumps(table)
     parse_dataset("wiki", table)
     assert json.dumps(table) == before
+
+
+def test_an_unknown_key_of_a_table_without_keys() -> None:
+    @dataclass(frozen=True)
+    class Nothing:
+        pass
+
+    with pytest.raises(ConfigError, match=r"unknown key `zzz` in dataset `set`; there are none$"):
+        parse_options(Nothing, {"zzz": 1}, "dataset `set`")
