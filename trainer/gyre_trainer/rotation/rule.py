@@ -2,9 +2,9 @@
 
 A rotated module between two calls: how it is cut, where its slice lies, how slices travel.
 
-The life of a parameter: `gyre_trainer.shards.shard_parameters` keeps 1/N of it on each rank, and no
-rank ever holds more of it than slices in transient buffers. A call sends copies of the slices round
-the ring, and each rank runs the module on its own part of the batch with each slice in turn.
+The life of a parameter: `gyre_trainer.shards.sharded_parameters` keeps 1/N of it on each rank, and
+no rank ever holds more of it than slices in transient buffers. A call sends copies of the slices
+round the ring, and each rank runs the module on its own part of the batch with each slice in turn.
 Backward sends the slices once more and returns an averaged gradient for the own slice, which the
 optimizer applies in place. See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 
