@@ -39,6 +39,7 @@ from gyre_client.errors import (
     ConcurrentUse,
     CursorRejected,
     DaemonFault,
+    DaemonUnavailable,
     ForkedProcess,
     GyreError,
     InvalidRequest,
@@ -572,7 +573,7 @@ class MeasuringWatch:
     ) -> None:
         self._over.set()
         self._thread.join()
-        if isinstance(error, GyreError) and self._last:
+        if isinstance(error, DaemonUnavailable) and self._last:
             raise error.told(f"{error}. The daemon measures, {self._last}") from error
 
     def _run(self) -> None:
