@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from tests.distributed.conftest import StartRanks
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0  # ranks connect in this time, too, on a machine that may be busy
 CULPRIT = 1
 
 
@@ -31,7 +31,6 @@ def told_when_one(fails_by: str) -> tuple[str | None, str | None]:
     )
     mlp = rotate(MLP(4, 8), mesh=mesh)
     x = torch.ones(2, 4)
-    dist.barrier()  # a busy machine may have started one seconds later
     mlp(x).sum().backward()
     pids: list[int] = [0] * mesh.size()
     dist.all_gather_object(pids, os.getpid())

@@ -253,6 +253,7 @@ class HangDiagnosis:
         """
         told = " ".join(str(cause).split())
         _log.info("%s failed: %s", what, told)
+        self._progress.waiting_for = what  # where a transfer could not even start, too
         verdict = self._settled(self._diagnosed)
         if verdict.is_mispaired:
             return RotationError(f"{what}: {verdict.text}")
