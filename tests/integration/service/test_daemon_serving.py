@@ -29,6 +29,7 @@ HOMELESS_UID = 54321
 # `gyred` as a user without a name and a home.
 AS_HOMELESS = f"""
 import os, sys
+import difflib, importlib.metadata, shtab, tomllib  # this interpreter may be closed to others
 from gyre_daemon import cli
 os.setgroups([])
 os.setgid({HOMELESS_UID})
