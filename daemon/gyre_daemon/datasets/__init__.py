@@ -5,7 +5,7 @@ sample ids to byte ranges. `indexing` opens datasets, and its `catalog` keeps th
 `shard_worker` scan their shards in processes, `sidecars` keeps the findings, and `formats` is pure.
 `codecs` checks and decodes stored bytes, and `made_shards` whole chunks. `known_formats` lists the
 formats, `dataset` has the lengths of samples for `balance` and `bucket`, `packing` packs them,
-`filters` leaves some out, and `cost` says what reading takes. `checks` finds corrupt samples, and
+`filters` leaves some out, and `cost` estimates a reading. `checks` finds corrupt samples, and
 limits and reports those that others replace. This package imports `order` and `storage`;
 `fetching`, `sessions`, `service` and `server` import it.
 """

@@ -1,4 +1,4 @@
-"""Estimates what reading a dataset costs in each order: requests, bytes, memory and quality.
+"""Estimates the cost of reading a dataset in each order: requests, bytes, memory and quality.
 
 Pure; no sample is read. Averages come from a few thousand samples and blocks, spread evenly over
 the dataset, so that a billion samples take no longer than a million. Requests follow the rules of

@@ -138,7 +138,7 @@ class Dataset:
 
 
 class Memo(Generic[_T]):
-    """The last few results by key, each with what it came from."""
+    """The last few results by key, each with its origin."""
 
     def __init__(self, most: int) -> None:
         """Keep nothing yet, and at most this many."""

@@ -98,7 +98,7 @@ class Packed:
         )
 
     def fingerprint(self, documents: str, transforms: str) -> str:
-        """The identity of the packed data, from that of its documents and what is done to them."""
+        """The identity of the packed data, from that of its documents and the rule."""
         parts = [
             documents,
             PACKING_VERSION,

@@ -104,7 +104,7 @@ class _Storage:
 
 
 class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that counts what operators on plain tensors allocate, compute and send.
+    """Counts bytes allocated, operations and bytes sent by operators on plain tensors.
 
     A storage from before counts from when it is touched or labelled, so label parameters first.
     With a `FakeTensorMode`, enter this context last. A storage has one category for all its life,

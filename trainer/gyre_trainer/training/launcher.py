@@ -207,7 +207,7 @@ class Launcher:
         return first.status
 
     def _failure_of(self, index: int) -> RankFailure | None:
-        """What an ended rank has sent; None where it sent nothing, or not all of it."""
+        """The message of an ended rank; None where it sent none, or not all of it."""
         try:
             failure: RankFailure = self._connections[index].recv()
         except (EOFError, OSError):

@@ -213,7 +213,7 @@ class PlainSource:
         options: HttpOptions,
         headers: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """Read what `sign` knows URLs for.
+        """Read the objects that `sign` knows URLs for.
 
         Args:
             general: the client whose credentials sign; None if there is none.

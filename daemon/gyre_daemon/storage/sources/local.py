@@ -203,7 +203,7 @@ class ThreadReads:
     def _read_part(
         self, plan: ReadPlan, part: slice, worked_out: list[Reads]
     ) -> tuple[Reads | None, float]:
-        """Read a part; returns what is left of it, and the time that the disk was waited for."""
+        """Read a part; returns the rest of it, and the time that the disk was waited for."""
         with plan.lease():
             reads = plan.part(part)
             self._bounds.check(reads)
