@@ -1,6 +1,6 @@
 """Tiny models of the families of `transformers`, and how far a rotated one is from one process."""
 
-from importlib.metadata import version
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
@@ -60,10 +60,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0},
     ),
 }
-RULES: dict[str, Any] = {
-    "Gemma3": {"*.embed_tokens": EmbeddingRule(VOCABULARY, padding_idx=0)},
-}
-if version("transformers").startswith("4.57."):  # experts of others are called in another way
+RULES: dict[str, Any] = {"Gemma3": {"*.embed_tokens": EmbeddingRule(VOCABULARY, padding_idx=0)}}
+if metadata.version("transformers").startswith("4.57."):  # others call experts in another way
     RULES["GptOss"] = {
         "*.experts": ExpertsRule(
             weights=("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
@@ -76,16 +74,13 @@ if version("transformers").startswith("4.57."):  # experts of others are called 
 
 def made(family: str, **sizes: Any) -> Any:
     """A tiny model in float64, with biases that are not zero."""
-    import transformers  # seconds, for these tests alone
-
-    library: Any = transformers
+    library: Any = import_module("transformers")  # seconds, for these tests alone
     kind, configured = FAMILIES[family]
     torch.manual_seed(0)
     of = "Text" if family == "Gemma3" else ""  # it also has models that see images
     config = getattr(library, f"{family}{of}Config")(**configured | sizes)
+    config._experts_implementation = "eager"  # torch's grouped products refuse float64
     model = getattr(library, family + kind)(config)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped products refuse float64
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)
