@@ -209,3 +209,18 @@ def test_a_kill_of_the_group_reaches_every_rank(start: StartJob) -> None:
     os.killpg(job.process.pid, signal.SIGKILL)
     job.end()
     assert_gone(ranks)
+
+
+def test_a_process_that_a_rank_left_behind_holds_up_no_report(start: StartJob) -> None:
+    """It has the rank's connection, which so has no end."""
+    script = """
+    if rank == 1:
+        if not os.fork():
+            time.sleep(600)
+            os._exit(0)
+        os._exit(5)
+    time.sleep(600)
+    """
+    status, told = start(script, 2).end()
+    assert status == 1
+    assert told.startswith("gyre-train: rank 1 ended with exit status 5;")

@@ -208,8 +208,11 @@ class Launcher:
 
     def _failure_of(self, index: int) -> RankFailure | None:
         """The message of an ended rank; None where it sent none, or not all of it."""
+        connection = self._connections[index]
+        if not connection.poll():  # a process that it left behind has the connection, too
+            return None
         try:
-            failure: RankFailure = self._connections[index].recv()
+            failure: RankFailure = connection.recv()
         except (EOFError, OSError):
             return None
         return failure
