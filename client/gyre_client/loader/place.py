@@ -43,6 +43,7 @@ from gyre_client.errors import (
     ForkedProcess,
     GyreError,
     InvalidRequest,
+    StorageUnavailable,
     fold,
 )
 from gyre_client.loader.ranks import Agreement, SequenceCut
@@ -545,7 +546,7 @@ class MeasuringWatch:
 
     As a bar on a terminal or in a notebook, else as warnings in the log.
 
-    An error that leaves the context says how far measuring was, if it was seen.
+    An error of waiting that leaves the context says how far measuring was, if it was seen.
     """
 
     def __init__(self, target: Target, dataset: str) -> None:
@@ -573,7 +574,7 @@ class MeasuringWatch:
     ) -> None:
         self._over.set()
         self._thread.join()
-        if isinstance(error, DaemonUnavailable) and self._last:
+        if isinstance(error, (DaemonUnavailable, StorageUnavailable)) and self._last:
             raise error.told(f"{error}. The daemon measures, {self._last}") from error
 
     def _run(self) -> None:
