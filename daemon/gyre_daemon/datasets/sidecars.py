@@ -202,12 +202,15 @@ class BesideShard(Struct, frozen=True):
         descriptor = self.file.open()
         try:
             found = os.fstat(descriptor)
+            may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if is_ours(found) and not may_write:
+                return descriptor
             shard = self.shard.stat()
             if not is_ours(found) and found.st_uid != shard.st_uid:
                 raise NotOurs(
                     f"user {found.st_uid} wrote it, and the shard belongs to user {shard.st_uid}"
                 )
-            if found.st_mode & ~shard.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if may_write & ~shard.st_mode:
                 raise NotOurs("others may write it who may not write the shard")
         except OSError:
             os.close(descriptor)

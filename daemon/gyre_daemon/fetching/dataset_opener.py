@@ -5,11 +5,12 @@ Transforms come first, then measured lengths, filters on columns or lengths, and
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from gyre_daemon.config import DatasetConfig, mixture_height
 from gyre_daemon.datasets.dataset import Dataset, Memo
@@ -292,8 +293,7 @@ def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
     return is_last or bool(prefix.made_ragged)
 
 
-@dataclass(frozen=True, slots=True)
-class _Filtered:
+class _Filtered(Struct, frozen=True):
     """The rest of a dataset that was filtered.
 
     Attributes:

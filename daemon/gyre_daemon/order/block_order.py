@@ -39,12 +39,12 @@ has; where samples differ in size, each block is a run.
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.permutation import (
@@ -63,8 +63,7 @@ from gyre_daemon.order.permutation import (
 _MAX_TABLES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTable:
+class BlockTable(Struct, frozen=True):
     """Which samples each block of a dataset has. No block is empty, and no sample is in two.
 
     Attributes:

@@ -30,6 +30,7 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.balance import Balance
@@ -102,8 +103,7 @@ class Reading(NamedTuple):
     place: Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
+class _Begun(Struct, frozen=True):
     """Where a phase begins: its first position, and the positions that each source had before."""
 
     position: int
@@ -232,8 +232,7 @@ class MixedSource:
     first_id: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mixture:
+class Mixture(Struct, frozen=True, eq=False):
     """The sources and the shares of a mixture, through which its order goes.
 
     Attributes:

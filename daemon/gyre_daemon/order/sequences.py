@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation
@@ -86,8 +87,7 @@ class Fitted(NamedTuple):
     counts: Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Filling:
+class _Filling(Struct, frozen=True):
     """The parts in equally filled sequences.
 
     Attributes:

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 from gyre_protos.text import counted
+from msgspec import Struct
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.block_order import BlockOrder, BlockTable
@@ -334,8 +335,7 @@ def in_words(skipped: SkippedSteps) -> str:
     return f"[{', '.join(f'({first}, {stop})' for first, stop in skipped)}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(Struct, frozen=True):
     """Steps of a job on a mixture in which the sources have the same weights.
 
     Attributes:
@@ -347,8 +347,7 @@ class Phase:
     weights: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(Struct, frozen=True):
     """The samples of one rank's part of one step.
 
     Attributes:

@@ -1,11 +1,12 @@
 """Questions about a job's steps: which samples and sources each has, and where they are stored."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
+from msgspec import Struct
 
 from gyre_daemon.access.policy import Policy, Principal
 from gyre_daemon.config import DatasetConfig
@@ -42,8 +43,7 @@ _THOSE_OF_THE_RUN = (
 _FAR = 1 << 62  # beyond any shard
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True):
     """A dataset with shards of its own, as part of a mixture.
 
     Attributes:
@@ -57,8 +57,7 @@ class Source:
     first_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(Struct, frozen=True):
     """Where n samples of one dataset are stored.
 
     Attributes:

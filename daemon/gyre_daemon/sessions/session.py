@@ -15,10 +15,10 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from gyre_protos.text import counted
+from msgspec import Struct
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fetching.fetch import BatchGroup
@@ -141,8 +141,7 @@ class PayloadQueue:
             self._sending = None
 
 
-@dataclass(frozen=True, slots=True)
-class LeftArenas:
+class LeftArenas(Struct, frozen=True):
     """Arenas that a client is to unmap, by its numbers for them."""
 
     numbers: Collection[int]
@@ -269,8 +268,7 @@ class ClientArenas:
 _MAX_CREDITS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(Struct, frozen=True):
     """Batches sent to a client together.
 
     Attributes:

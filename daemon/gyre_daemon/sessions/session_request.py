@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from gyre_protos.text import counted
+from msgspec import Struct
 
 from gyre_daemon.access.policy import Limits, Principal
 from gyre_daemon.config import MAX_PREFETCH_BATCHES, DatasetConfig
@@ -74,8 +75,7 @@ class Reader:
     fence: str = field(kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRequest:
+class SessionRequest(Struct, frozen=True):
     """A client's request for a session.
 
     Attributes:
@@ -185,8 +185,7 @@ class SessionRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Resumption:
+class Resumption(Struct, frozen=True):
     """Finds where a session on one dataset begins.
 
     Attributes:

@@ -31,7 +31,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gyre_daemon.access.policy import Limits
 from gyre_daemon.errors import GyreError, first_error
@@ -49,8 +50,7 @@ from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamSta
 from gyre_daemon.storage.base import Delays
 
 
-@dataclass(slots=True, eq=False)
-class _Part:
+class _Part(Struct, eq=False):
     """Batches that a data rank took together, or why the only one of them failed.
 
     Attributes:
@@ -89,8 +89,7 @@ class _Part:
             self.arena.release()
 
 
-@dataclass(slots=True, eq=False)
-class RankPeer:
+class RankPeer(Struct, eq=False):
     """Where one session stands in the batches of its data rank.
 
     Attributes:
@@ -112,7 +111,7 @@ class RankPeer:
     end: Callable[[GyreError], None]
     is_starved: bool = False
     read_until: int | None = None
-    held: dict[int, tuple[range, _Part]] = field(default_factory=dict, repr=False)
+    held: dict[int, tuple[range, _Part]] = field(default_factory=dict)
 
     @property
     def at_end(self) -> bool:
@@ -367,8 +366,7 @@ _NUM_AT_FIRST = 2
 _NUM_OF_FILES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonResources:
+class DaemonResources(Struct, frozen=True):
     """The resources that all sessions of a daemon share.
 
     Attributes:

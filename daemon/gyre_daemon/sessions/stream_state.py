@@ -52,7 +52,8 @@ still takes, how much may be fetched ahead, and which consumer is the slowest.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gyre_daemon.memory.share import Share
 
@@ -62,8 +63,7 @@ from gyre_daemon.memory.share import Share
 TOLERATED = 0.05
 
 
-@dataclass(slots=True, eq=False)
-class Group:
+class Group(Struct, eq=False):
     """A batch group: steps fetched together into one slot.
 
     It owns the slot until it is freed; see [Note: The life of a slot] in `memory.arenas`.
@@ -82,8 +82,7 @@ class Group:
     is_sealed: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Segment:
+class Segment(Struct, eq=False):
     """The steps `[start, stop)` that a consumer takes from one stream.
 
     Without a `stop` they have no end. A consumer reads its segments one after the other.
@@ -124,8 +123,7 @@ class Segment:
         return range(max(steps.start, self.front), stop)
 
 
-@dataclass(slots=True, eq=False)
-class Consumer:
+class Consumer(Struct, eq=False):
     """A data rank's part in shared streams: it reads the steps `[next_step, end_step)`.
 
     Attributes:
@@ -145,8 +143,8 @@ class Consumer:
     share: Share
     read_until: int | None = None
     is_starved: bool = False
-    segments: list[Segment] = field(default_factory=list, repr=False)
-    held: dict[int, tuple[range, Group]] = field(default_factory=dict, repr=False)
+    segments: list[Segment] = field(default_factory=list)
+    held: dict[int, tuple[range, Group]] = field(default_factory=dict)
     _cost_s: float = 0.0  # the seconds that others had waited for it at the time `_charged_at`
     _charged_at: float = float("-inf")
 
@@ -218,8 +216,7 @@ class Consumer:
         self._cost_s, self._charged_at = max(0.0, self.cost_s(now) - (now - since)), now
 
 
-@dataclass(slots=True, eq=False)
-class Stream:
+class Stream(Struct, eq=False):
     """A shared stream: steps in flight or in memory, and the consumers that take them.
 
     Attributes:
@@ -238,8 +235,8 @@ class Stream:
 
     owner: Consumer
     next_to_begin: int
-    groups: dict[int, Group] = field(default_factory=dict, repr=False)
-    segments: list[Segment] = field(default_factory=list, repr=False)
+    groups: dict[int, Group] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
     leads_on: bool = False
     apart_until: int = 0
     in_groups: bool = True
@@ -348,43 +345,37 @@ class Stream:
         return self.oldest_holder if starved else None
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(Struct, frozen=True):
     """Start a stream at its `next_to_begin`, in memory that its owner has reserved."""
 
     stream: Stream
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Struct, frozen=True):
     """Stop a stream without consumers: give its memory back, even if clients hold batches there."""
 
     stream: Stream
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """Ask a stream to look again: it may have steps to fetch, or a consumer may wait."""
 
     stream: Stream
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(Struct, frozen=True):
     """Put the slot of a batch group back: no consumer needs the group."""
 
     group: Group
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(Struct, frozen=True):
     """Tell a consumer's session that its next step is ready."""
 
     consumer: Consumer
 
 
-@dataclass(frozen=True, slots=True)
-class Detached:
+class Detached(Struct, frozen=True):
     """Log that a consumer was too slow for the others and continues by itself."""
 
     consumer: Consumer

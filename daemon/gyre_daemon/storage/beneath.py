@@ -40,6 +40,8 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would wait for its writer.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
+OpenBeneath = Callable[[str | bytes, int], int]  # opens a relative path with flags
+
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
 
@@ -115,7 +117,7 @@ class Root(Struct, frozen=True):
             return open_beneath(name, flags)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Callable[[str | bytes, int], int]]:
+    def held(self) -> Iterator[OpenBeneath]:
         """What opens relative paths as `open` does; the folder is looked up once, for all of them.
 
         Raises:
@@ -198,8 +200,11 @@ class LocalFile(Struct, frozen=True):
         folder, slash, _ = self.name.rpartition("/")
         return LocalFile(self.root, folder + slash + name)
 
-    def open(self) -> int:
+    def open(self, open_beneath: OpenBeneath | None = None) -> int:
         """Open the file for reading; the caller owns the descriptor.
+
+        Args:
+            open_beneath: from `held` of its root, if that is held.
 
         Raises:
             LeavesRoot: a link leads out of the root.
@@ -207,7 +212,7 @@ class LocalFile(Struct, frozen=True):
             OSError: it cannot be opened.
         """
         try:
-            descriptor = self.root.open(self.name, READ_FLAGS)
+            descriptor = (open_beneath or self.root.open)(self.name, READ_FLAGS)
         except OSError as error:
             if error.errno == errno.ENXIO:  # a socket, or a device without a driver
                 raise NotRegular from error

@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -25,7 +26,14 @@ from gyre_daemon.errors import (
     ShardMissing,
 )
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root, file_error
+from gyre_daemon.storage.beneath import (
+    LeavesRoot,
+    LocalFile,
+    NotRegular,
+    OpenBeneath,
+    Root,
+    file_error,
+)
 from gyre_daemon.storage.location import (
     check_one_set,
     checked_glob,
@@ -139,17 +147,29 @@ def stat_shards(files: Sequence[LocalFile]) -> list[Shard]:
 
 def stat_named(files: Sequence[LocalFile], names: Sequence[str]) -> list[Shard]:
     """The files as shards of these names; see `stat_shard` for errors."""
-    return [stat_shard(file, name) for file, name in zip(files, names, strict=True)]
+    found: list[Shard] = []
+    for root, some in groupby(zip(files, names, strict=True), lambda each: each[0].root):
+        try:
+            with root.held() as open_beneath:
+                found += [stat_shard(file, name, open_beneath) for file, name in some]
+        except OSError as error:  # of the root itself
+            raise file_error(names[len(found)], error) from error
+    return found
 
 
-def stat_shard(file: LocalFile, name: str) -> Shard:
+def stat_shard(file: LocalFile, name: str, open_beneath: OpenBeneath | None = None) -> Shard:
     """A local file as a shard, with its size and version.
+
+    Args:
+        file: the file.
+        name: the shard's.
+        open_beneath: from `Root.held` of the file's root, if it is held.
 
     Raises:
         ShardMissing, NotAllowed, StorageUnavailable: it does not exist, or cannot be read.
     """
     try:
-        descriptor = file.open()
+        descriptor = file.open(open_beneath)
         try:
             stamp = Stamp.of(descriptor)
         finally:

@@ -509,10 +509,10 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
         "it points outside the shard",
     )
     first = np.where(has, start, file_bytes).min(axis=1, initial=file_bytes)
-    _require(not (np.diff(first) <= 0).any(), "its samples are not in sequence")
-    order = np.argsort(start[has], kind="stable")
+    _require((first[1:] > first[:-1]).all(), "its samples are not in sequence")
+    order = start[has].argsort(kind="stable")
     begins, ends = start[has][order], (start + size)[has][order]
-    _require(not (begins[1:] < ends[:-1]).any(), "it points twice to the same bytes")
+    _require((begins[1:] >= ends[:-1]).all(), "it points twice to the same bytes")
     _check_arrays(meta, size, shape)
 
 

@@ -397,8 +397,15 @@ async def find_format(
         ShardMissing: nothing there has a known format.
         InvalidRequest: several formats fit.
     """
+    follow_links = config.follow_links
     try:
-        listed = await opener.open(location, config.storage, "*", follow_links=config.follow_links)
+        if location.scheme == "file" and len(location.paths) == 1:
+            # names are there ten times sooner than the size and times of each file
+            entries = await opener.names_in(location, config.storage, follow_links=follow_links)
+            shards = possible_shards([name for name in entries if not name.endswith("/")])
+            if by_name := format_by_name(location.text, shards):
+                return FoundFormat(by_name)
+        listed = await opener.open(location, config.storage, "*", follow_links=follow_links)
         names = [shard.name.rpartition("/")[2] for shard in listed.shards]
         shards = possible_shards(names)
         if by_name := format_by_name(location.text, shards):
