@@ -79,8 +79,8 @@ def workloads(folder: Path, scale: Scale) -> list[Workload]:
     """The three workloads, in every form that a loader needs."""
     return [
         tokens(folder, scale.tokens),
-        shards(folder, "S10k", scale.small, 10 << 10),
-        shards(folder, "S100k", scale.large, 100 << 10),
+        shards(folder, "S10k", scale),
+        shards(folder, "S100k", scale),
     ]
 
 
@@ -90,7 +90,7 @@ def tokens(folder: Path, num_samples: int) -> Workload:
     if not path.exists():
         write_tokens(path, num_samples * SEQUENCE_LENGTH)
     samples = np.memmap(path, np.int32, "r").reshape(-1, SEQUENCE_LENGTH)
-    tars = _write_tars(folder / "T-tar", (row.tobytes() for row in samples), num_samples)
+    tars = write_tars(folder / "T-tar", (row.tobytes() for row in samples), num_samples)
     mds = _write_mds(folder / "T-mds", f"ndarray:int32:{SEQUENCE_LENGTH}", iter(samples))
     config: dict[str, object] = {
         "uri": str(path),
@@ -117,11 +117,13 @@ def write_tokens(path: Path, num_tokens: int) -> None:
             file.write(ranks.astype(np.int32).tobytes())
 
 
-def shards(folder: Path, name: str, num_samples: int, sample_bytes: int) -> Workload:
+def shards(folder: Path, name: str, scale: Scale) -> Workload:
     """S10k or S100k.
 
     Tar shards of incompressible samples, as images are, uniform within a fifth of their mean size.
     """
+    sizes = {"S10k": (scale.small, 10 << 10), "S100k": (scale.large, 100 << 10)}
+    num_samples, sample_bytes = sizes[name]
 
     def samples() -> Iterator[bytes]:
         generator = np.random.default_rng(0)
@@ -130,15 +132,17 @@ def shards(folder: Path, name: str, num_samples: int, sample_bytes: int) -> Work
                 int(generator.integers(sample_bytes * 4 // 5, sample_bytes * 6 // 5))
             )
 
-    tars = _write_tars(folder / name, samples(), num_samples)
+    tars = write_tars(folder / name, samples(), num_samples)
     mds = _write_mds(folder / f"{name}-mds", "bytes", samples())
     config: dict[str, object] = {"uri": tars, "format": "webdataset"}
     about = f"{num_samples:,} samples of about {sample_bytes >> 10} KiB in {NUM_SHARDS} tar shards"
     return Workload(name, 256, num_samples, config, tars, mds, about)
 
 
-def _write_tars(folder: Path, samples: Iterator[bytes], num_samples: int) -> str:
-    """Write the samples into tar shards of equal numbers of samples, each a member `.bin`."""
+def write_tars(
+    folder: Path, samples: Iterator[bytes], num_samples: int, extension: str = "bin"
+) -> str:
+    """Write the samples into tar shards of equal numbers of samples, each one member."""
     assert num_samples % NUM_SHARDS == 0
     if not folder.exists():
         unfinished = folder.with_suffix(".writing")
@@ -147,7 +151,7 @@ def _write_tars(folder: Path, samples: Iterator[bytes], num_samples: int) -> str
             with tarfile.open(unfinished / f"{shard:03}.tar", "w") as archive:
                 for index in range(num_samples // NUM_SHARDS):
                     content = next(samples)
-                    member = tarfile.TarInfo(f"{shard:03}{index:06}.bin")
+                    member = tarfile.TarInfo(f"{shard:03}{index:06}.{extension}")
                     member.size = len(content)
                     archive.addfile(member, BytesIO(content))
         unfinished.rename(folder)

@@ -97,7 +97,7 @@ def daemon(
         for name, config in datasets.items():
             lines += [
                 f"[datasets.{name}]",
-                *(f"{key} = {json.dumps(value)}" for key, value in config.items()),
+                *(f"{key} = {_toml(value)}" for key, value in config.items()),
             ]
         (home / "gyre.toml").write_text("\n".join(lines))
         command = [python, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
@@ -109,6 +109,14 @@ def daemon(
         finally:
             process.terminate()
             process.wait(30)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
+    return json.dumps(value)
 
 
 def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -1,11 +1,12 @@
 """Versions of Gyre against each other.
 
-`python -m benchmarks.loader.parts.turns CHECKOUT [CHECKOUT ...] [--workloads T S10k]`
+`python -m benchmarks.loader.parts.turns CHECKOUT [CHECKOUT ...] [--workloads T images]`
 
 Each checkout has an environment of its own in `.venv`, as `make setup` makes it. A daemon of each
 serves the same files, and its own client reads them: one job, four jobs of one order, four jobs of
 an order each. All take turns, round by round, so a disturbance affects all alike. Ratios are to the
-first checkout, in the same round.
+first checkout, in the same round. `images` are JPEG files in tar shards that become random crops;
+`objects` are S10k on a server in another process, past the node cache.
 """
 
 import argparse
@@ -14,19 +15,24 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.loader.compare import circumstances
-from benchmarks.loader.data import FULL, SHORT, Workload, workloads
+from benchmarks.loader.data import FULL, SHORT, Scale, Workload, shards, tokens, write_tars
 from benchmarks.loader.markdown import table
 from benchmarks.loader.processes import daemon
 from benchmarks.loader.race import Contender, Entry, Result
+from tests.object_server.process import object_server
 
 JOBS = (
     Contender("one job", "gyre"),
     Contender("each of four of one order", "gyre", num_jobs=4, same_seed=True),
     Contender("each of four orders", "gyre", num_jobs=4),
 )
+NAMES = ("T", "S10k", "S100k", "images", "objects")
 HEAD = (
     "",
     "version",
@@ -38,6 +44,36 @@ HEAD = (
     "memory of all, MiB",
     "to the first",
 )
+
+
+def workload(name: str, folder: Path, scale: Scale, stack: ExitStack) -> Workload:
+    """The data of a name; a server that it needs runs until the stack ends."""
+    if name == "T":
+        return tokens(folder, scale.tokens)
+    if name == "images":
+        return images(folder, scale.small)
+    load = shards(folder, "S10k" if name == "objects" else name, scale)
+    if name != "objects":
+        return load
+    server = stack.enter_context(object_server(folder))
+    settings = {f"storage.{key}": value for key, value in server.storage_settings.items()}
+    config = {"uri": f"s3://{Path(load.tars).name}", "format": "webdataset", "cache": False}
+    return replace(load, name=name, config={**config, **settings})
+
+
+def images(folder: Path, num_samples: int) -> Workload:
+    """JPEG files in tars, of which the daemon makes random crops of 224 pixels."""
+    # imports what reads images
+    from benchmarks.loader.samples.images import BATCH_SIZE, chain, jpeg  # noqa: PLC0415
+
+    generator = np.random.default_rng(0)
+    different = [jpeg(generator) for _ in range(200)]
+    files = (different[number % 200] for number in range(num_samples))
+    tars = write_tars(folder / "images", files, num_samples, "jpg")
+    transforms = chain("jpg", antialias=True)
+    config: dict[str, object] = {"uri": tars, "format": "webdataset", "transforms": transforms}
+    about = f"{num_samples:,} JPEG files as random crops"
+    return Workload("images", BATCH_SIZE, num_samples, config, tars, "", about)
 
 
 def measure(
@@ -123,7 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "roots", nargs="+", type=Path, metavar="CHECKOUT", help="with an environment in .venv"
     )
     parser.add_argument(
-        "--workloads", nargs="+", default=["T", "S10k"], metavar="NAME", help="of T, S10k and S100k"
+        "--workloads",
+        nargs="+",
+        default=["T", "S10k"],
+        choices=NAMES,
+        metavar="NAME",
+        help=f"of {', '.join(NAMES)}",
     )
     parser.add_argument("--short", action="store_true", help="with little data")
     parser.add_argument("--rounds", type=int, default=5)
@@ -132,12 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     roots = [root.absolute() for root in parsed.roots]
     about = circumstances(f"python -m benchmarks.loader.parts.turns {' '.join(sys.argv[1:])}")
-    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
-        loads = [
-            load
-            for load in workloads(Path(name), SHORT if parsed.short else FULL)
-            if load.name in parsed.workloads
-        ]
+    scale = SHORT if parsed.short else FULL
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name, ExitStack() as stack:
+        loads = [workload(each, Path(name), scale, stack) for each in parsed.workloads]
         lines = report(
             roots, loads, measure(Path(name), roots, loads, parsed.rounds, parsed.seconds)
         )

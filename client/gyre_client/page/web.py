@@ -116,6 +116,8 @@ class Door:
         headers = request.headers
         if not _names_this_machine(headers):
             return _page("This name is not of this machine.", "Open 127.0.0.1 or localhost.", 403)
+        if request.url.path == "/favicon.ico":  # a browser asks for it before it has the cookie
+            return Response(status_code=204)
         if request.url.path == "/":
             return self._enter(request)
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):

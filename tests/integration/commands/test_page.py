@@ -136,6 +136,7 @@ def test_only_the_browser_with_the_link_gets_in(page: Opened) -> None:
         for wrong in ("", "x", cookie.value[:-1], f"{cookie.value}x"):
             refused = other.get(page.base, headers={"Cookie": f"gyre_page={wrong}"})
             assert refused.status_code == 403
+        assert other.get(f"{origin}/favicon.ico").status_code == 204, "browsers ask by themselves"
     assert page.browser.get(page.base).status_code == 200
 
 
