@@ -62,8 +62,8 @@ def workload(name: str, folder: Path, scale: Scale, stack: ExitStack) -> Workloa
 
 
 def images(folder: Path, num_samples: int) -> Workload:
-    """JPEG files in tars, of which the daemon makes random crops of 224 pixels."""
-    # imports what reads images
+    """JPEG files in tars; the daemon makes random crops of 224 pixels of them."""
+    # imports pyarrow and Pillow
     from benchmarks.loader.samples.images import BATCH_SIZE, chain, jpeg  # noqa: PLC0415
 
     generator = np.random.default_rng(0)
