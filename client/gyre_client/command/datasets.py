@@ -564,7 +564,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=2.0,
-        help="how long each loader reads in each of two rounds",
+        help="how long each loader reads in each of two rounds (2)",
     )
 
 

@@ -65,8 +65,7 @@ def add_definition_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=option,
         metavar="KEY=VALUE",
-        help="pack samples into sequences: field=NAME and length=TOKENS (or a list of lengths) at "
-        "least; repeatable",
+        help="pack samples into sequences: field=NAME and length=TOKENS at least; repeatable",
     )
 
 

@@ -104,7 +104,7 @@ _COLUMNS = (
     _Column("WINDOW", 2, _rate(lambda rates: _bar(rates.occupancy))),
     _Column("MEANING", 3, _rate(lambda rates: rates.meaning)),
     _Column("STARVED", 5, _rate(lambda rates: f"{rates.starved:.0%}")),
-    _Column("STEP", 7, lambda row: str(row.session.next_step)),
+    _Column("STEP", 7, lambda row: str(row.session.resume_step)),
     _Column("MEMORY", 9, lambda row: size(row.session.memory_bytes)),
     _Column("BY", 10, lambda row: _transport(row.session)),
 )

@@ -26,6 +26,7 @@ from gyre_client.display.samples import first_samples
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.transport.arguments import shown, transform_list
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection
+from gyre_client.transport.run import FUNCTIONS
 from gyre_client.transport.target import PrivateDaemon, Target
 
 _VARIES = -1
@@ -207,7 +208,7 @@ def _written(value: Any, daemon: PrivateDaemon, where: str) -> tuple[str, str]:
     pickled = _pickled(value, where)
     digest = _Digest()
     digest.add(value)
-    folder = daemon.log_path.parent / "functions"
+    folder = daemon.log_path.parent / FUNCTIONS
     name = "".join(each for each in _title(value) if each.isalnum())
     path = folder / f"{name:.50}-{digest.text()}.pickle"
     if not path.exists():

@@ -50,7 +50,8 @@ _FILES = (
     f"{SOCKET}.side",
     _LOCK,
     LOG,
-)  # a folder with any other file is not ours to remove
+)
+FUNCTIONS = "functions"  # a folder with what scripts pass to the daemon
 _FOLDER_PREFIX = "gyred-"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -169,7 +170,7 @@ def _clear_abandoned(root: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Removes an abandoned folder of this user that holds only the files of a daemon.
+    """Removes an abandoned folder of this user, unless it holds anything that is no daemon's.
 
     Raises:
         OSError: The folder is in use, or it cannot be opened.
@@ -177,7 +178,7 @@ def _clear(path: Path) -> None:
     folder = os.open(path, _FOLDER_FLAGS)
     try:
         with os.scandir(folder) as entries:
-            is_ours = {entry.name for entry in entries} <= set(_FILES)
+            is_ours = {entry.name for entry in entries} <= {*_FILES, FUNCTIONS}
         if not is_ours or os.fstat(folder).st_uid != os.geteuid():
             return
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,6 +186,8 @@ def _clear(path: Path) -> None:
         for name in _FILES:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(FUNCTIONS, dir_fd=folder)
         path.rmdir()
     finally:
         os.close(folder)

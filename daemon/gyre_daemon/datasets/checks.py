@@ -234,8 +234,9 @@ class SampleChecker:
                         results.put_nowait(work.result(number, failure=failure))
                         continue
                     arrays = await work.as_stored(number, arrays, was_read=fields is not None)
-                    local = work.storage.local_file(number)
-                    await self._sidecars.try_to_save(key, local, arrays)
+                    if work.is_certain(number):
+                        local = work.storage.local_file(number)
+                        await self._sidecars.try_to_save(key, local, arrays)
                 damages = from_arrays(arrays, work.num_samples(number))
                 media, num_bytes = {}, 0
                 if fields is not None:
@@ -296,6 +297,12 @@ class _Work(Struct, frozen=True):
             np.ascontiguousarray(skipped[:, columns]),
             self.check_media,
         )
+
+    def is_certain(self, number: int) -> bool:
+        """Whether another check of a shard finds the same: no process was lost that decoded it."""
+        storage = self.storage
+        failures = storage.failures_of(number) if isinstance(storage, DecodedShards) else ()
+        return not any("was_lost" in each.facts for each in failures)
 
     async def as_stored(self, number: int, arrays: Arrays, *, was_read: bool) -> Arrays:
         """The findings of a check, by the bytes of the shard as it is stored."""

@@ -202,10 +202,11 @@ class Decoders:
     ) -> None:
         """Have a chunk decoded, whose pieces are in the exchange.
 
-        A process that dies is replaced once: it may have been killed for another's memory.
+        A process that dies or hangs is replaced once: it may have been killed for another's memory.
 
         Raises:
-            CorruptSample: the chunk cannot be decoded, or kills or stops those who try.
+            CorruptSample: the chunk cannot be decoded. Or both processes died or hung: then it has
+                the fact `was_lost`, since the machine may be at fault.
             Overloaded: no process can be started.
         """
         cost = sum(expected.num_bytes for expected in request.expected)
@@ -223,14 +224,16 @@ class Decoders:
                     await scanned(reply)
                     return
                 except WorkerLost as lost:
-                    if lost.is_hung:
-                        reason = f"it was not decoded within {self._max_decode_s:g} s"
-                        break
-                    reason = "the process that decoded it died; see the log of the kernel"
+                    reason = (
+                        f"it was not decoded within {self._max_decode_s:g} s"
+                        if lost.is_hung
+                        else "the process that decoded it died; see the log of the kernel"
+                    )
         offset = request.pieces[-1][0]
+        where = {"shard": shard, "chunk": request.number, "offset": offset}
         raise CorruptSample(
             f"{request.noun} {request.number} of shard {shard} (at byte {offset}): {reason}",
-            {"shard": shard, "chunk": request.number, "offset": offset, "reason": reason},
+            where | {"reason": reason, "was_lost": True},
         )
 
     def close(self) -> None:

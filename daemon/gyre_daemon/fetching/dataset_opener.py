@@ -4,10 +4,11 @@ Transforms come first, then measured lengths, filters on columns or lengths, and
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from msgspec import Struct, field
@@ -409,7 +410,7 @@ class EngineVerifier:
         """
         self._transforms, self._threads = transforms, threads
         self._chosen: Memo[str] = Memo(_MAX_KEPT)
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     async def fastest(self, dataset: TransformedDataset) -> TransformedDataset:
         """The dataset, transformed by the fastest engine that makes the same of its first samples.
@@ -420,7 +421,7 @@ class EngineVerifier:
         if not dataset.engines:
             return dataset
         key = id(dataset.storage), dataset.fingerprint, dataset.transforms
-        async with self._lock:
+        async with self._locks.setdefault(key, asyncio.Lock()):
             engine = self._chosen.get(key)
             if engine is None:
                 engine = self._chosen.keep(await self._choose(dataset), key)

@@ -185,6 +185,8 @@ def test_the_folder_of_a_killed_client_and_daemon_is_removed_by_the_next(
         "gyre.sock.side",
         "gyred.log",
     }
+    (left / "functions").mkdir()
+    (left / "functions" / "crop-0.pickle").touch()
     foreign = temporary / "gyred-of-a-user"
     foreign.mkdir()
     (foreign / "gyre.sock").touch()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 from gyre_daemon.datasets import shard_worker
+from gyre_daemon.datasets.checks import DecodedShards, SampleChecker
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
@@ -22,10 +23,11 @@ from gyre_daemon.datasets.formats.chunk_index import (
 )
 from gyre_daemon.datasets.made_shards import Decoders, decoded_shards
 from gyre_daemon.datasets.scanning import Scanner, scan_workers
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.sources.opener import StorageOpener
@@ -40,16 +42,19 @@ class Decoder:
     """Chunks of ten bytes as they are; the first byte of one may be an order to misbehave.
 
     Attributes:
-        killed_once: a file that a process leaves before it dies the first time.
+        deaths: a folder with a file for each time that an order `o` killed a process.
+        num_deaths: how often it does.
     """
 
-    killed_once: str
+    deaths: str
+    num_deaths: int = 1
 
     def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
         ((_, data),) = chunk.pieces
         order = data[0]
-        if order == ord("d") or (order == ord("o") and not Path(self.killed_once).exists()):
-            Path(self.killed_once).touch()
+        num = len(list(Path(self.deaths).iterdir()))
+        if order == ord("d") or (order == ord("o") and num < self.num_deaths):
+            Path(self.deaths, str(num)).touch()
             os.kill(os.getpid(), signal.SIGSEGV)
         if order == ord("h"):
             time.sleep(1000)
@@ -62,19 +67,55 @@ class Decoder:
         return [Column(np.frombuffer(data, np.uint8))]
 
 
-def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: float) -> Any:
-    """Read the chunks one after the other; returns the bytes or the error of each."""
-    folder = tmp_path / "set"
+@dataclass(frozen=True)
+class Opened:
+    """A daemon's parts, and one shard of chunks."""
+
+    source: Storage
+    index: ChunkIndex
+    decoders: Decoders
+    processes: ComputeServer
+
+
+def run_on(
+    tmp_path: Path,
+    orders: bytes,
+    work: Callable[[Opened], Coroutine[Any, Any, Any]],
+    *,
+    max_decode_s: float = 300.0,
+    num_deaths: int = 1,
+) -> Any:
+    """Work on a shard with a chunk for each order."""
+    folder, deaths = tmp_path / "set", tmp_path / "deaths"
     folder.mkdir()
+    deaths.mkdir()
     contents = [bytes([order]) * ROWS for order in orders]
     (folder / "000").write_bytes(b"".join(contents))
     places = [[(ROWS * number, ROWS * (number + 1))] for number in range(len(orders))]
     arrays = chunk_arrays([FIELD], [ROWS] * len(orders), places, [[None]] * len(orders))
 
-    async def run(opener: StorageOpener, decoders: Decoders) -> list[Any]:
+    async def run(opener: StorageOpener, decoders: Decoders) -> Any:
         source = await opener.open(parse_location(str(folder)), {}, "*")
-        decoder = Decoder(str(tmp_path / "killed"))
+        decoder = Decoder(str(deaths), num_deaths)
         index = ChunkIndex(source.shards, [arrays], decoder, "piece", b"")
+        return await work(Opened(source, index, decoders, processes))
+
+    with ThreadPoolExecutor(2) as executor:
+        workers, processes = FairExecutor(executor, 2), ComputeServer()
+        opener = StorageOpener(workers, EndpointOptions(16, 10.0), Metrics())
+        decoders = Decoders(processes, workers, max_decode_s)
+        try:
+            return asyncio.run(run(opener, decoders))
+        finally:
+            decoders.close()
+            processes.close()
+
+
+def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: float) -> Any:
+    """Read the chunks one after the other; returns the bytes or the error of each."""
+
+    async def run(opened: Opened) -> list[Any]:
+        source, index, decoders = opened.source, opened.index, opened.decoders
         assert index.chunks
         storage, found = decoded_shards(source, index.chunks, b"", decoders), list[Any]()
         for chunk in chunks:
@@ -86,15 +127,7 @@ def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: flo
                 found.append(caught.exceptions[0])
         return found
 
-    with ThreadPoolExecutor(2) as executor:
-        workers, processes = FairExecutor(executor, 2), ComputeServer()
-        opener = StorageOpener(workers, EndpointOptions(16, 10.0), Metrics())
-        decoders = Decoders(processes, workers, max_decode_s)
-        try:
-            return asyncio.run(run(opener, decoders))
-        finally:
-            decoders.close()
-            processes.close()
+    return run_on(tmp_path, orders, run, max_decode_s=max_decode_s)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +145,22 @@ def test_a_chunk_that_cannot_be_decoded_is_named_and_the_next_one_is_read(
     assert str(failure).startswith(f"piece 1 of shard 000 (at byte 10): {reason}")
     assert failure.facts["chunk"] in (1, "1")
     assert after == b"b" * ROWS
+
+
+def test_a_chunk_whose_processes_were_lost_is_checked_again(tmp_path: Path) -> None:
+    async def damaged(opened: Opened) -> list[int]:
+        sidecars = SidecarStore(str(tmp_path / "indexes"), tmp_path)
+        checker, found = SampleChecker(sidecars, scan_workers(opened.processes)), list[int]()
+        chunks = opened.index.chunks
+        assert chunks
+        for _ in range(2):
+            shards = DecodedShards(opened.source, chunks, opened.index, opened.decoders)
+            none = np.empty(0, np.int64)
+            run = checker.run("set", shards, opened.index, none, [FIELD], refresh=False)
+            found += [len(each.damages) async for each in run]
+        return found
+
+    assert run_on(tmp_path, b"ao", damaged, num_deaths=2) == [ROWS, 0]
 
 
 def test_a_chunk_that_hangs_its_decoder_is_given_up(tmp_path: Path) -> None:
