@@ -4,6 +4,7 @@ Whatever happened to the files meanwhile.
 """
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -218,6 +219,19 @@ def test_a_truncated_file_is_damage_and_no_crash(tmp_path: Path, way: str, num_b
     for block in [block for block, data in found.items() if data is None]:
         mirror.write(block, content(block, 1))
     assert None not in read(mirror, range(6)).values()
+
+
+def test_a_mirror_that_cannot_be_opened_closes_each_file_once(tmp_path: Path) -> None:
+    (tmp_path / ("set" + JOURNAL_SUFFIX)).mkdir()
+    try:
+        open_mirror(tmp_path)
+    except IsADirectoryError as error:
+        kept = error  # and with it the mirror, while others open files
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+    del kept
+    gc.collect()
+    for descriptor in others:
+        os.close(descriptor)
 
 
 def fail_once(number: int) -> Callable[..., int]:

@@ -271,19 +271,15 @@ class Mirror:
         self._stored: dict[int, _Stored] = {}
         self._is_verified = np.zeros(len(sizes), np.bool_)
         self._file = open_ours(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT)
-        try:
-            os.ftruncate(self._file, int(offsets[-1]))
-            self._load_journal(path.with_name(path.name + JOURNAL_SUFFIX))
-            self._mapping = mmap.mmap(self._file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except OSError:
-            os.close(self._file)
-            raise
+        os.ftruncate(self._file, int(offsets[-1]))
+        self._load_journal(path.with_name(path.name + JOURNAL_SUFFIX))
+        self._mapping = mmap.mmap(self._file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._address = address_of(np.frombuffer(self._mapping, np.uint8))
         self._may_gather = is_allowed()
         self._written_at = os.fstat(self._file).st_mtime_ns
 
     def __del__(self) -> None:
-        """Close the files."""
+        """Close the files, also if they could not all be opened."""
         for name in ("_file", "_journal"):
             if hasattr(self, name):
                 os.close(getattr(self, name))
