@@ -666,6 +666,8 @@ class FairExecutor:
         if running.cancelled():
             result.cancel()
         elif error := running.exception():
+            if isinstance(error, StopIteration):  # asyncio refuses it, and nobody would be woken
+                error = RuntimeError("StopIteration").with_traceback(error.__traceback__)
             result.set_exception(error)
         else:
             result.set_result(running.result())

@@ -79,6 +79,13 @@ class Job:
         return np.where(blocks % 5 == 0, NEVER, self._generator.integers(0, 50, len(blocks)))
 
 
+class Soon:
+    """A job that reads every block again at once."""
+
+    def next_use(self, _: int, blocks: Integers) -> Integers:
+        return np.ones(len(blocks), np.int64)
+
+
 class CachedContract(StorageContract):
     """Over HTTP."""
 
@@ -301,6 +308,30 @@ class TestCachedOnDisk(CachedContract):
         run(read_again())
         all_blocks.check([data])
         assert [method for method, _ in object_server.requests[before:]] == ["HEAD"]
+
+    def test_a_full_disk_of_leftovers_holds_up_no_job(
+        self, place: Place, opener: Any, metrics: Metrics, tmp_path: Path
+    ) -> None:
+        data = noise(0, 24 * BLOCK)
+        place.put("0.bin", data)
+        leftover = tmp_path / "cache" / "0.blocks"
+        leftover.parent.mkdir(mode=0o700)
+        leftover.write_bytes(noise(1, self.disk_bytes))
+
+        async def read() -> None:
+            storage, job = await opener(f"{place.root}/0.bin", place.settings), Soon()
+            for blocks in (range(4), range(4, 5), range(5, 24)):
+                targets = Targets()
+                for block in blocks:
+                    targets.add(0, block * BLOCK, BLOCK)
+                reads = replace(targets.reads(), block_bytes=BLOCK, next_use=job.next_use)
+                async with asyncio.timeout(10):
+                    await storage.read(reads)
+                targets.check([data])
+            await until(lambda: is_idle(storage._cache))
+
+        run(read())
+        assert not leftover.exists()
 
 
 class TestCachedAtOddTimes(CachedContract):

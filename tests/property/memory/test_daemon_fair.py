@@ -232,3 +232,17 @@ def test_the_first_pattern_that_matches_decides() -> None:
     assert weights_of("uid:7", "probe", patterns) == Weights(5.0, 5.0)
     assert weights_of("uid:7", "a/b", {"uid:7/a/*": 2.0}) == Weights(2.0, 2.0)
     assert weights_of("uid:7", "uid:1004/x", {"uid:1004/*": 2.0}) == Weights(1.0, 1.0)
+
+
+def test_work_that_raises_stop_iteration_ends() -> None:
+    """`asyncio` keeps this class to itself: the one who waits gets another error."""
+
+    async def run() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            workers = FairExecutor(executor, 1)
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                async with asyncio.timeout(10):
+                    await workers.run(Flow("job"), 0, 0, lambda: next(iter(())))
+            assert workers.is_idle
+
+    asyncio.run(run())

@@ -336,6 +336,8 @@ def test_unopened_mirrors_count_and_the_oldest_goes_first(tmp_path: Path) -> Non
     assert (disk.free_bytes, disk.unopened) == (1 << 20, {})
     check(mirror, {0: 0, 3: 0})
     assert disk.open_mirror("old", BLOCKS).blocks().tolist() == []
+    disk.remove_oldest()  # there is none
+    assert len(list(tmp_path.glob("*" + BLOCKS_SUFFIX))) == 2
 
 
 def test_other_blocks_or_other_shards_have_another_mirror(tmp_path: Path) -> None:

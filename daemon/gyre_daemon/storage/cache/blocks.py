@@ -517,12 +517,14 @@ class DiskCache(Struct):
         return mirror
 
     def remove_oldest(self) -> None:
-        """Remove the unopened mirror that was written longest ago.
+        """Remove the unopened mirror that was written longest ago, if there is any.
 
         Raises:
             OSError: it cannot be removed.
         """
-        name = next(iter(self.unopened))
+        name = next(iter(self.unopened), None)
+        if name is None:
+            return
         for suffix in (JOURNAL_SUFFIX, BLOCKS_SUFFIX):
             self.folder.joinpath(name + suffix).unlink(missing_ok=True)
         self.unopened.pop(name, None)

@@ -432,7 +432,7 @@ class DiskWriter:
             workers: the threads.
             counts: of failures.
             clock: in seconds, for pauses after errors.
-            changed: called when a block has been written, so that its memory may be freed.
+            changed: called when work has ended, so that memory may be freed.
         """
         self._disk = disk
         self._placement = placement
@@ -442,6 +442,7 @@ class DiskWriter:
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropping: set[Key] = set()
+        self._is_removing = False
         self._pauses_until = 0.0
 
     @property
@@ -474,7 +475,8 @@ class DiskWriter:
         if victims is not None:
             volume.num_pins[block] += 1
             self._begin(self._change(victims, (volume, block)))
-        elif self._disk.unopened:
+        elif self._disk.unopened and not self._is_removing:
+            self._is_removing = True
             self._begin(self._remove_unopened())
 
     async def close(self) -> None:
@@ -508,7 +510,6 @@ class DiskWriter:
             if new:
                 new[0].num_pins[new[1]] -= 1
                 self._placement.written(*new, is_whole=is_whole)
-            self._changed()
         if new and is_whole:
             self._resume()
 
@@ -518,12 +519,18 @@ class DiskWriter:
             await self._workers.run(NO_JOB, 0, 0, self._disk.remove_oldest)
         except OSError as error:
             self._pause(error)
+        finally:
+            self._is_removing = False
         self._placement.on_disk.limit_bytes = self._disk.free_bytes
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._changed()  # only now: who is woken asks whether something is still busy
+
         task = asyncio.create_task(work, name="store block")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
     def _pause(self, error: OSError) -> None:
         """Write nothing for a while; blocks on disk are still read."""
