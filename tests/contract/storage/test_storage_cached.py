@@ -309,6 +309,44 @@ class TestCachedOnDisk(CachedContract):
         all_blocks.check([data])
         assert [method for method, _ in object_server.requests[before:]] == ["HEAD"]
 
+    def test_a_damaged_block_holds_up_no_other(
+        self,
+        place: Place,
+        opener: Any,
+        metrics: Metrics,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(type(self), "memory_bytes", BLOCK)
+        monkeypatch.setattr(type(self), "disk_bytes", BLOCK)
+        data = noise(0, 3 * BLOCK)
+        place.put("0.bin", data)
+        both = Targets().add(0, 0, 100), Targets().add(0, 2 * BLOCK, 100)
+
+        def damage() -> None:
+            (mirror,) = tmp_path.glob("cache/*.blocks")
+            with mirror.open("r+b") as file:
+                file.write(bytes(100))
+
+        async def read() -> None:
+            storage, job = await opener(f"{place.root}/0.bin", place.settings), Soon()
+
+            async def one(targets: Targets) -> None:
+                reads = targets.reads()
+                await storage.read(replace(reads, block_bytes=BLOCK, next_use=job.next_use))
+
+            for block in (0, 1):  # the first is on disk then, the second in memory
+                await one(Targets().add(0, block * BLOCK, 100))
+                await until(lambda: is_idle(storage._cache))
+            damage()
+            async with asyncio.timeout(10):
+                await asyncio.gather(*map(one, both))
+
+        run(read())
+        for targets in both:
+            targets.check([data])
+        assert metrics.cache.num_corrupt == 1
+
     def test_a_full_disk_of_leftovers_holds_up_no_job(
         self, place: Place, opener: Any, metrics: Metrics, tmp_path: Path
     ) -> None:

@@ -358,6 +358,7 @@ class NodeCache:
                 damaged = await self._copy_disk(volume, blocks, reads)
         finally:
             self._num_copying -= 1
+            self._freed.set()
         self._placement.count_copied(volume, blocks, reads.size)
         if damaged:
             await self.read(volume, reads.part(np.flatnonzero(np.isin(blocks, list(damaged)))))
