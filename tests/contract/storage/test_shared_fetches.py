@@ -76,6 +76,30 @@ def test_a_block_of_the_cache_is_fetched_at_the_first_turn_of_those_that_wait(ro
     play(scene)
 
 
+def test_a_block_larger_than_the_memory_waits_for_no_room() -> None:
+    """It would wait for as long as others read, and all that wait for room would wait with it."""
+    data = DATA * 3
+    blocks = BlockMap(np.zeros(2, np.int64), np.array([0, BLOCK]), np.array([BLOCK, len(data)]))
+
+    async def scene() -> None:
+        engine = Engine()
+        with ThreadPoolExecutor(1) as executor:
+            shard = Shard("0", len(data), '"v1"')
+            source = RemoteStorage(engine.source, engine.endpoint, ["there"], [shard])
+            node = NodeCache(PAGE_BYTES, None, FairExecutor(executor, 1), engine.metrics.cache)
+            storage = CachedStorage(source, "test", node, lambda _: blocks, BLOCK)
+            await storage.expect(BLOCK, np.arange(2), LIGHT)  # the first fills the memory
+            async with asyncio.timeout(10):
+                reading = asyncio.create_task(read(storage, 5000, LIGHT))
+                await until(lambda: len(engine.source.asked) == 2)
+            starts = await asked_in_turn(engine, 2, data)
+            assert starts == [0, 5000]
+            assert await reading == data[5000:5016]
+            await until(lambda: not storage._cache._fetching)
+
+    play(scene)
+
+
 def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

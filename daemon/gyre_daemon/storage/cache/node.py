@@ -140,7 +140,8 @@ class NodeCache:
 
     def expect(self, volume: Volume, blocks: Integers, flow: Flow) -> None:
         """Fetch blocks before they are read, in this order, as memory becomes free."""
-        for block in blocks[volume.tier[blocks] == Tier.ABSENT].tolist():
+        fits = volume.memory_sizes[blocks] <= self.memory_bytes
+        for block in blocks[fits & (volume.tier[blocks] == Tier.ABSENT)].tolist():
             if fetch := self._fetching.get((volume, block)):
                 fetch.claims.join(flow, _AFTER_ALL_READS)
             else:
@@ -204,7 +205,8 @@ class NodeCache:
             fetch.claims.join(reads.flow, reads.urgency)
             return fetch
         self._counts.num_misses += num_reads
-        is_admitted = not volume.comes_together and (
+        may_fit = not volume.comes_together and volume.memory_sizes[block] <= self.memory_bytes
+        is_admitted = may_fit and (
             reads.block_bytes
             or self._reserve(volume, block, Need.BY_NEXT_USE)
             # With room for all blocks, nothing need be read both by the sample and by the block.
