@@ -270,6 +270,37 @@ def test_a_record_that_does_not_fit_is_taken_back(
     check(open_mirror(tmp_path), {0: 0, 5: 0})
 
 
+def test_the_journal_of_blocks_that_come_and_go_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_SPARE_RECORDS", 10)
+    mirror, journal = open_mirror(tmp_path), tmp_path / ("set" + JOURNAL_SUFFIX)
+    mirror.write(5, content(5))
+    for seed in range(100):
+        mirror.write(3, content(3, seed))
+        assert journal.stat().st_size <= 28 * (4 * 6 + 10)
+        check(mirror, {3: seed, 5: 0})
+        mirror.drop([3])
+    mirror.write(3, content(3))
+    check(open_mirror(tmp_path), {3: 0, 5: 0})
+
+
+def test_a_journal_that_cannot_be_written_again_keeps_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_SPARE_RECORDS", -22)  # two records
+    mirror, unfinished = open_mirror(tmp_path), tmp_path / ("set" + JOURNAL_SUFFIX + ".tmp")
+    for block in (0, 1):
+        mirror.write(block, content(block))
+    unfinished.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        mirror.write(3, content(3))
+    check(mirror, {0: 0, 1: 0})
+    unfinished.rmdir()
+    mirror.write(3, content(3))
+    check(open_mirror(tmp_path), {0: 0, 1: 0, 3: 0})
+
+
 WRITER = """
 import sys
 from pathlib import Path

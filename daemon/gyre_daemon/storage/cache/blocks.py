@@ -239,6 +239,10 @@ _NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that was dropped
 # damaged, and are fetched again.
 _MAX_LOOKS = 3
 
+# A journal is written again when it has four records for each block and this many more: few enough
+# to be read at once (28 bytes each), and so many that a small dataset's is hardly ever rewritten.
+_SPARE_RECORDS = 1 << 16
+
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -272,7 +276,9 @@ class Mirror:
         self._is_verified = np.zeros(len(sizes), np.bool_)
         self._file = open_ours(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT)
         os.ftruncate(self._file, int(offsets[-1]))
-        self._load_journal(path.with_name(path.name + JOURNAL_SUFFIX))
+        self._journal_path = path.with_name(path.name + JOURNAL_SUFFIX)
+        self._max_journal_bytes = _RECORD_BYTES * (4 * len(sizes) + _SPARE_RECORDS)
+        self._load_journal()
         self._mapping = mmap.mmap(self._file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._address = address_of(np.frombuffer(self._mapping, np.uint8))
         self._may_gather = is_allowed()
@@ -422,13 +428,17 @@ class Mirror:
         """Append a record to the journal, whole or not at all."""
         record = _encode_record(block, digest)
         end = os.fstat(self._journal).st_size
+        if end >= self._max_journal_bytes:
+            self._rewrite_journal()
+            end = os.fstat(self._journal).st_size
         if os.write(self._journal, record) != len(record):
             os.ftruncate(self._journal, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _load_journal(self, path: Path) -> None:
+    def _load_journal(self) -> None:
         """Read the journal, write it again without outdated records, and free all other space."""
-        with os.fdopen(open_ours(path, os.O_RDONLY | os.O_CREAT), "rb") as journal:
+        self._journal = open_ours(self._journal_path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        with os.fdopen(self._journal, "rb", closefd=False) as journal:
             data = journal.read()
         for begin in range(0, len(data) - _RECORD_BYTES + 1, _RECORD_BYTES):
             record = data[begin : begin + _RECORD.size]
@@ -437,17 +447,22 @@ class Mirror:
                 self._stored.pop(block, None)
                 if digest != _NO_DIGEST and block < len(self._sizes):
                     self._stored[block] = _Stored(digest)
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.unlink(missing_ok=True)
-        records = (_encode_record(block, its.digest) for block, its in self._stored.items())
-        new = open_ours(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-        with os.fdopen(new, "wb", closefd=False) as file:
-            self._journal = new
-            file.write(b"".join(records))
-        unfinished.replace(path)
+        self._rewrite_journal()
         borders = [-1, *sorted(self._stored), len(self._sizes)]
         for before, after in itertools.pairwise(borders):
             self._punch(before + 1, after)
+
+    def _rewrite_journal(self) -> None:
+        """Replace the journal by one with the stored blocks alone."""
+        unfinished = self._journal_path.with_name(self._journal_path.name + ".tmp")
+        unfinished.unlink(missing_ok=True)
+        records = (_encode_record(block, its.digest) for block, its in self._stored.items())
+        new = open_ours(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        with os.fdopen(new, "wb") as file:
+            file.write(b"".join(records))
+            file.flush()
+            unfinished.replace(self._journal_path)
+            os.dup2(new, self._journal, inheritable=False)
 
     def _punch(self, first: int, end: int) -> None:
         """Make a hole of the blocks `[first, end)`: they then take no space."""
