@@ -74,11 +74,11 @@ def test_parameters_that_are_replaced_are_refused(
 
 
 def told_where_ranks_freeze_others(kind: str) -> str:
-    """What a step ends in where rank 0 trains another parameter of the same shape than the rest."""
+    """What a step ends in where rank 0 trains other parameters than the rest."""
     is_first = dist.get_rank() == 0
     if kind == "norm":
         model: Any = rotated(frozen="1")
-        (model[1].weight if is_first else model[1].bias).requires_grad_()
+        (model[1].weight if is_first else model[1]).requires_grad_()
     else:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
@@ -97,6 +97,6 @@ def test_ranks_that_train_other_parameters_are_told(ranks: StartRanks, kind: str
         assert "reeze and unfreeze the same" in text
         if kind == "norm":
             assert "a parameter of shape (8,)" in text
-            assert "trains on 1 of 3 ranks" in text
+            assert "trains on 2 of 3 ranks" in text
         else:
             assert "trains other parameters of RotatedSequential (backward, gradients" in text

@@ -69,8 +69,8 @@ def differs_among_ranks(norm: nn.Module) -> bool:
 def test_gradients_held_back_by_no_sync_are_averaged_with_the_last_part(
     ranks: StartRanks, num_ranks: int
 ) -> None:
-    replicated = 8 * sum(
-        p.numel() + 2  # and whether any rank has a gradient of it, and trains it
+    replicated = sum(
+        8 * p.numel() + 2 * 4  # and whether any rank has a gradient of it, and trains it
         for name, p in build(VARIANT.config).named_parameters()
         if "norm" in name
     )

@@ -238,60 +238,62 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Average the ranks' gradients.
+        """Average the ranks' gradients, once all ranks say that they train the same parameters.
 
         A rank without a gradient, whose call left the module out, has zeros. So all ranks send the
-        same parameters. Behind the gradients is a number for each: whether any rank has it.
+        same gradients.
         """
         self.ring.settle()
-        self._average_shards()
-        parameters = [p for p in self._parameters if p.requires_grad]
+        replicas, shards = self.ring.replicas, list[nn.Parameter]()
+        if replicas is not None and self._sharded:
+            self._compare_shards(replicas)
+            shards = [p for each in self._sharded for p in each.parameters]
+        parameters = [*shards, *self._parameters]
         if not parameters:
             return
-        has = [p.grad is not None for p in parameters]
-        grads = [_grad_of(p) for p in parameters]
-        trained = [p.requires_grad for p in self._parameters]
-        numbers = on_device([*has, *trained], grads[0])
-        *sums, numbers = self._added_up([*grads, numbers])
-        used, trains = torch.split(numbers, [len(has), len(trained)])
-        self._require_one_choice(self._parameters, trains)
-        for grad, total in zip(grads, sums, strict=True):
-            grad.copy_(total.div_(self.ring.num_parts).view_as(grad))
+        with self.ring.hang_diagnosis.collective("averaging gradients"):
+            used = self._users_of(parameters)
+            grads = [_grad_of(p) if p.requires_grad else None for p in parameters]
+            if replicas is not None:
+                self._average_shards([g for g in grads[: len(shards)] if g is not None], replicas)
+            whole = [g for g in grads[len(shards) :] if g is not None]
+            for grad, total in zip(whole, self._added_up(whole), strict=True):
+                grad.copy_(total.div_(self.ring.num_parts).view_as(grad))
         _give_grads(parameters, grads, used)
 
-    def _average_shards(self) -> None:
-        """Average the gradients of a rank's shards over the replicas, in place."""
-        group = self.ring.replicas
-        shards = [parameter for each in self._sharded for parameter in each.parameters]
-        if group is None or not shards:
-            return
-        self._compare_shards(group)
-        grads = [_grad_of(p) if p.requires_grad else None for p in shards]
-        present = [each for each in grads if each is not None]
-        has = [p.requires_grad and p.grad is not None for p in shards]
+    def _users_of(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """On how many ranks each parameter has a gradient; collective.
+
+        Raises:
+            RotationError: ranks train different ones. On CUDA it is raised before the optimizer's
+                step.
+        """
+        has = [p.requires_grad and p.grad is not None for p in parameters]
         like = torch.empty(0, device=self._mesh.device_type)
-        numbers = on_device([*has, *(p.requires_grad for p in shards)], like)
-        with self.ring.hang_diagnosis.collective("averaging gradients over the replicas"):
+        numbers = on_device([*has, *(p.requires_grad for p in parameters)], like)
+        for group in self._groups:
             dist.all_reduce(numbers, group=group)
-            used, trains = torch.split(numbers, len(shards))
-            self._require_one_choice(shards, trains * self.ring.size)
-            works = [dist.all_reduce(g, group=group, async_op=True) for g in present if g.numel()]
-            for work in works:
-                work.wait()
-        for grad in present:
-            grad.div_(group.size())
-        _give_grads(shards, grads, used)
+        used, trains = torch.split(numbers, len(parameters))
+        self._require_one_choice(parameters, trains)
+        return used
+
+    def _average_shards(self, grads: Sequence[Tensor], replicas: dist.ProcessGroup) -> None:
+        """Average the gradients of a rank's shards over the replicas, in place."""
+        works = [dist.all_reduce(g, group=replicas, async_op=True) for g in grads if g.numel()]
+        for work in works:
+            work.wait()
+        for grad in grads:
+            grad.div_(replicas.size())
 
     def _added_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums of the tensors over all ranks, flat and in float32 or wider; collective."""
         sums = list[Tensor]()
-        with self.ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
-            for bucket in _buckets(tensors):
-                wide = reduce(torch.promote_types, {t.dtype for t in bucket}, torch.float32)
-                flat = torch.cat([each.flatten().to(wide) for each in bucket])
-                for group in self._groups:
-                    dist.all_reduce(flat, group=group)
-                sums += torch.split(flat, [each.numel() for each in bucket])
+        for bucket in _buckets(tensors):
+            wide = reduce(torch.promote_types, {t.dtype for t in bucket}, torch.float32)
+            flat = torch.cat([each.flatten().to(wide) for each in bucket])
+            for group in self._groups:
+                dist.all_reduce(flat, group=group)
+            sums += torch.split(flat, [each.numel() for each in bucket])
         return sums
 
     def _require_one_choice(self, parameters: Sequence[nn.Parameter], num_trains: Tensor) -> None:
@@ -305,7 +307,6 @@ class ReplicatedGradients:
         is_added = all(dist.get_backend(group) != "fake" for group in self._groups)
         if is_fake(num_trains) or not is_added:
             return
-        num_trains = num_trains.clone()
         is_mixed = ((num_trains > 0) & (num_trains < self.ring.num_parts)).any()
         self.ring.checks.require(is_mixed, 0, lambda _: self._refuse(parameters, num_trains))
 
@@ -313,10 +314,9 @@ class ReplicatedGradients:
         for parameter, num in zip(parameters, num_trains.tolist(), strict=True):
             if 0 < num < self.ring.num_parts:
                 raise RotationError(
-                    f"a parameter of shape {tuple(parameter.shape)} "
-                    f"trains on {num:.0f} of {self.ring.num_parts} ranks, and its gradients were "
-                    "mixed up with those of others. Freeze and unfreeze the same parameters on all "
-                    "ranks (requires_grad_)."
+                    f"a parameter of shape {tuple(parameter.shape)} trains on {num:.0f} of "
+                    f"{self.ring.num_parts} ranks, so its mean would lack gradients. Freeze and "
+                    "unfreeze the same parameters on all ranks (requires_grad_)."
                 )
 
 
@@ -372,7 +372,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket, numel = [], 0
         bucket.append(each)
         numel += each.numel()
-    yield bucket
+    if bucket:
+        yield bucket
 
 
 class _TakesGradient(torch.autograd.Function):
