@@ -1,9 +1,16 @@
 """`optimizer.name`: each optimizer trains from TOML, and resumes with the same bits."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotate import Adafactor, AdamW8bit, Muon, rotate, stochastically_rounded
 from gyre_trainer.training.history import committed
+from torch import nn
 
 from tests.train_jobs import TINY_GPT, Jobs, tiny_run
 
@@ -42,3 +49,19 @@ def test_a_run_learns_and_resumes_with_the_same_bits(
     losses = [each.loss for each in committed(whole / "history.jsonl")]
     assert losses[-1] < losses[0] - 0.05
     assert [each.loss for each in committed(again / "history.jsonl")] == losses[3:]
+
+
+@pytest.mark.parametrize(
+    "kind", [Adafactor, AdamW8bit, Muon, stochastically_rounded(torch.optim.AdamW)]
+)
+def test_a_backward_over_the_values_before_a_step_is_refused(kind: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        layer = rotate(nn.Linear(4, 4, bias=False).bfloat16(), mesh=make_mesh("cpu"))
+        loss, other = (layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum() for _ in range(2))
+        other.backward()
+        kind(layer.parameters(), lr=0.1).step()
+        with pytest.raises(RotationError, match="changed between forward and backward"):
+            loss.backward()
+    finally:
+        dist.destroy_process_group()
