@@ -96,6 +96,18 @@ def test_a_checkpoint_restores_every_bit(folder: Path, checkpoints: Checkpoints)
     )
 
 
+def test_an_optimizer_keeps_the_options_that_it_is_given(
+    folder: Path, checkpoints: Checkpoints
+) -> None:
+    checkpoints.save(trained(1), 7)
+    restored = trained(2)
+    (options,) = restored.optimizers[0].param_groups
+    options |= {"weight_decay": 0.5, "betas": (0.8, 0.9), "eps": 1e-3}
+    checkpoints.load(restored, latest(folder))
+    (options,) = restored.optimizers[0].param_groups
+    assert (options["weight_decay"], options["betas"], options["eps"]) == (0.5, (0.8, 0.9), 1e-3)
+
+
 def test_the_newest_checkpoints_stay_and_unfinished_ones_are_deleted(
     folder: Path, checkpoints: Checkpoints
 ) -> None:

@@ -255,7 +255,8 @@ class Checkpoints:
     def load(self, state: TrainState, path: Path) -> int:
         """Restore ``state`` in place from the checkpoint directory ``path``.
 
-        A checkpoint of this run becomes `latest` again.
+        Optimizers keep the options that they have, such as `weight_decay`. A checkpoint of this run
+        becomes `latest` again.
 
         Returns:
             The step to continue with.
@@ -266,6 +267,11 @@ class Checkpoints:
         """
         saved = manifest.read(path, self._config.model, self._config.optimizer)
         _require_whole(path, saved.files)
+        given = [
+            {name: group[name] for name in each.defaults}
+            for each in state.optimizers
+            for group in each.param_groups
+        ]
         model, optimizer = get_state_dict(state.model, state.optimizers, options=_OPTIONS)
         _load({"model": model, "optimizer": optimizer}, path)
         set_state_dict(
@@ -275,6 +281,9 @@ class Checkpoints:
             optim_state_dict=optimizer,
             options=_OPTIONS,
         )
+        groups = (group for each in state.optimizers for group in each.param_groups)
+        for group, options in zip(groups, given, strict=True):
+            group.update(options)
         state.loader.load_state_dict(saved.loader_state())
         if path.absolute().parent == self._folder.absolute():
             _on_first_rank(lambda: _write_pointer(self._folder / _LATEST, path.name))
