@@ -106,12 +106,12 @@ def peak_of_construction() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_no_rank_ever_holds_more_than_its_own_part(ranks: StartRanks, num_ranks: int) -> None:
+def test_no_rank_holds_more_than_its_part_and_a_layer(ranks: StartRanks, num_ranks: int) -> None:
     with torch.device("meta"):
-        num_bytes = sum(parameter.nbytes for parameter in GPT(LARGE).parameters())
+        sizes = [parameter.nbytes for parameter in GPT(LARGE).parameters()]
     for peak, own in ranks(num_ranks).run(peak_of_construction):
-        assert num_bytes / num_ranks <= own * 1.001
-        assert own <= peak <= 1.05 * own
+        assert sum(sizes) / num_ranks <= own * 1.001
+        assert own <= peak <= 1.05 * own + max(sizes)
 
 
 def told_of_random_numbers() -> list[str]:

@@ -1,16 +1,14 @@
-"""Initial weights in one process: reproducible, of the right distribution, without seams."""
+"""Initial weights in one process: reproducible, and those of models' and layers' own methods."""
 
-from math import sqrt
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import scipy
 import torch
 from gyre_trainer.errors import ConfigError, RotationError
-from gyre_trainer.shards.initialisation import Constant, Normal, Uniform, fill, materialize
+from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.training.gpt import GPT, GPTConfig
-from torch import Tensor, nn
+from torch import nn
 
 CONFIG = GPTConfig(
     vocab_size=300, num_layers=2, dim=32, num_heads=4, num_kv_heads=2, hidden_dim=80, max_seq_len=8
@@ -25,14 +23,6 @@ def materialized(seed: int, *, tied: bool = False) -> GPT:
     return model
 
 
-def drawn(
-    init: Normal | Uniform | Constant, shape: tuple[int, ...], *, seed: int = 0, name: str = "w"
-) -> Tensor:
-    tensor = torch.empty(shape, dtype=torch.float64)
-    fill(tensor, init, seed=seed, name=name)
-    return tensor
-
-
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None:
     one, same, other = (dict(materialized(seed).named_parameters()) for seed in (5, 5, 6))
     for name in one:
@@ -40,45 +30,43 @@ def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None
         assert ("norm" in name) == torch.equal(one[name], other[name])
 
 
-def test_parameters_of_one_shape_begin_differently() -> None:
-    assert not torch.equal(
-        drawn(Normal(1.0), (8, 8), name="a"), drawn(Normal(1.0), (8, 8), name="b")
-    )
+def layers() -> nn.Module:
+    embedding, norm = nn.Embedding(40, 8, padding_idx=3), nn.LayerNorm(8)
+    linear, attention = nn.Linear(8, 30), nn.MultiheadAttention(8, 2, add_bias_kv=True)
+    return nn.Sequential(embedding, norm, linear, attention, nn.GRU(8, 4))
 
 
-def test_cells_of_one_parameter_are_independent() -> None:
-    values = drawn(Normal(1.0), (600, 700))
-    cells = [
-        values[row : row + 88, column : column + 188].flatten()
-        for row in (0, 256, 512)
-        for column in (0, 256, 512)
-    ]
-    correlation = torch.corrcoef(torch.stack(cells)) - torch.eye(len(cells))
-    assert correlation.abs().max() < 5 / sqrt(cells[0].numel())
-
-
-def test_distributions_are_those_named() -> None:
-    normal, uniform = (
-        drawn(Normal(0.02), (300, 500)).flatten(),
-        drawn(Uniform(0.3), (300, 500)).flatten(),
-    )
-    assert scipy.stats.kstest(normal.numpy(), "norm", args=(0, 0.02)).pvalue > 1e-4
-    assert scipy.stats.kstest(uniform.numpy(), "uniform", args=(-0.3, 0.6)).pvalue > 1e-4
-    assert drawn(Constant(1.5), (300,)).eq(1.5).all()
-
-
-def test_layers_without_inits_begin_with_torchs_distributions() -> None:
+def test_layers_of_torch_begin_as_torch_initialises_them() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(400, 100), nn.LayerNorm(100), nn.Linear(100, 300))
+        model = layers()
     materialize(model, seed=1)
-    embedding, norm, linear = model
-    assert isinstance(norm, nn.LayerNorm)
-    assert isinstance(linear, nn.Linear)
-    assert embedding.weight.std().item() == pytest.approx(1, rel=0.03)  # type: ignore[operator]
-    assert norm.weight.eq(1).all()
-    assert norm.bias.eq(0).all()
-    assert 0.0999 < linear.weight.abs().max() <= 0.1
-    assert 0.09 < linear.bias.abs().max() <= 0.1
+    torch.manual_seed(1)
+    for (name, found), expected in zip(
+        model.named_parameters(), layers().parameters(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+
+
+class Scaled(nn.Module):
+    """A parameter of its own without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+class Reset(Scaled):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 3)
+
+
+def test_modules_reset_their_own_parameters() -> None:
+    with torch.device("meta"):
+        model, unnamed = nn.Sequential(nn.Linear(2, 2), Reset()), nn.Sequential(Scaled())
+    materialize(model, seed=0)
+    assert model[1].scale.item() == 3
+    with pytest.raises(RotationError, match=r"0\.scale .* give Scaled a method reset_parameters"):
+        materialize(unnamed, seed=0)
 
 
 def test_layers_that_end_on_the_residual_stream_begin_smaller() -> None:

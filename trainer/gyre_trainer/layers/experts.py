@@ -55,7 +55,6 @@ from gyre_trainer.layers.linear import changed_counts
 from gyre_trainer.layers.mlp import refuse_dropout
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
-from gyre_trainer.shards.initialisation import Uniform
 from gyre_trainer.shards.layout import Cut
 from gyre_trainer.torch_internals import is_fake, tree_flatten, tree_unflatten, uncompiled
 
@@ -123,14 +122,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.reset_parameters()
 
-    def inits(self) -> dict[str, Uniform]:
-        """Each expert is initialised as a linear layer is."""
-        return {name: Uniform(weight.shape[-1] ** -0.5) for name, weight in self.named_parameters()}
-
     def reset_parameters(self) -> None:
-        """Initialise the parameters in place, with torch's generator."""
-        for name, init in self.inits().items():
-            nn.init.uniform_(self.get_parameter(name), -init.bound, init.bound)
+        """Initialise each expert in place, as a linear layer is."""
+        for weight in self.parameters(recurse=False):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the outputs of each token's experts.

@@ -301,7 +301,7 @@ class _Plain(ast.NodeTransformer):
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Modules that a forward does not call.
-_NOT_CALLED = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "inits"}
+_NOT_CALLED = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters"}
 _KINDS = (*_LAYERS, nn.MultiheadAttention, Attention, MLP, GatedMLP, Experts, MoE)
 
 

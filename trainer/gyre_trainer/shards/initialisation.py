@@ -1,24 +1,15 @@
-"""Initial values as a model's own `_init_weights(module)` gives them, shard by shard.
+"""Initial values shard by shard, the same for every number of ranks, and buffers on `meta`.
 
-Transformers' models have such a method, and many others: it is called for each module, children
-first, and changes parameters of that module in place. Each call is made twice. The first one runs
+Transformers' models have a method `_init_weights(module)`, and many others: it is called for each
+module, children first, and changes parameters of that module in place. Those that it leaves get
+their values from `reset_parameters` of their modules. Each call is made twice. The first one runs
 on `meta`, where nothing is computed, and shows which parameters change. The second one changes
 whole parameters in memory that is given back after it, when each rank has taken its shard. So the
 values are those of a single process, and a rank holds one module's parameters whole at a time.
 
-Buffers of models that were built on `meta`, such as the frequencies of rotary positions.
-
-Some modules keep such tensors without registering them (CodeGen); they are made likewise.
-
-Their values are in no checkpoint; a module's constructor computes them. So the constructor runs
-again, for those modules alone.
-
-Initial weights, shard by shard: the same for every number of ranks.
-
-A parameter is seen as a matrix (its first dim by all others) on a fixed grid of cells. Each cell
-has a stream of random numbers of its own: the Philox counter-based generator (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by seed and parameter name, at the
-cell's coordinates. A rank generates only the cells that its shard touches.
+Buffers of models that were built on `meta`, such as the frequencies of rotary positions, are in no
+checkpoint; a module's constructor computes them. So the constructor runs again, for those modules
+alone. Some modules keep such tensors without registering them (CodeGen); they are made likewise.
 """
 
 import inspect
@@ -26,12 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
-from math import prod, sqrt
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -85,42 +72,63 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}".removeprefix(".")
 
 
-def has_own_init(model: nn.Module) -> bool:
-    """Whether a model has a method `_init_weights`."""
-    return callable(getattr(model, "_init_weights", None))
-
-
 @torch.no_grad()
-def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
-    """Fill this rank's shards with the values of `_init_weights`, after `torch.manual_seed(seed)`.
+def _fill(model: nn.Module, seed: int) -> None:
+    """Fill this rank's shards with what `_init_weights` gives, and `reset_parameters` for the rest.
 
     A tied parameter has the values of its first place, as if it had been tied afterwards. Random
-    numbers are drawn on the CPU, and later ones are as if none had
-    been drawn here.
-
-    Returns:
-        The names of the parameters that it has filled.
+    numbers are drawn on the CPU, and later ones are as if none had been drawn here.
 
     Raises:
-        RotationError: a value depends on one that the parameter had before.
+        RotationError: nothing gives values to a parameter, or one depends on what it was before.
     """
     targets = _targets(model)
-    filled: set[str] = set()
-    with torch.random.fork_rng(devices=[]), _replaced(targets):
+    left = dict(targets)
+    with torch.random.fork_rng(devices=[]), _replaced(targets.values()):
         torch.default_generator.manual_seed(seed)
-        for path, module, init in _calls("", model, model._init_weights, _seen(model)):  # type: ignore[arg-type]
-            changed = _changed_by(init, module, targets)
-            wholes = [_whole(target) for target in changed]
-            init(module)
-            for target, whole in zip(changed, wholes, strict=True):
-                target.put(target.twin)
-                if target.is_first_in(path):
-                    _take_shard(target, whole.data)
-                    filled.add(target.name)
-    return filled
+        for path, module, init in _calls("", model, None, _seen(model)):
+            if init is not None:
+                _take(init, path, module, list(targets.values()), left)
+        given = targets.keys() - left.keys()
+        for path, module, _ in _calls("", model, None, set()):
+            if left.keys() & module.parameters(recurse=False):
+                inside = [targets[each] for each in module.parameters() if each not in given]
+                _take(_reset, path, module, inside, left)
+    for target in left.values():
+        raise RotationError(
+            f"parameter {target.name} has no initial values; give "
+            f"{_own_class(target.places[0][1]).__name__} a method reset_parameters()"
+        )
 
 
-def _targets(model: nn.Module) -> list[_Target]:
+def _reset(module: nn.Module) -> None:
+    """Initialise a module's parameters as its class does it; torch's attention has its own name."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(reset := getattr(module, name, None)):
+            reset()
+            return
+
+
+def _take(
+    init: _Init,
+    path: str,
+    module: nn.Module,
+    targets: Sequence[_Target],
+    left: dict[nn.Parameter, _Target],
+) -> None:
+    """Take this rank's shards of what a call changes, of parameters whose first place is inside."""
+    changed = _changed_by(init, module, targets)
+    wholes = [_whole(target) for target in changed]
+    init(module)
+    for target, whole in zip(changed, wholes, strict=True):
+        target.put(target.twin)
+        if target.is_first_in(path):
+            _take_shard(target, whole.data, init)
+            left.pop(target.twin, None)
+
+
+def _targets(model: nn.Module) -> dict[nn.Parameter, _Target]:
+    """All parameters, by their stand-ins."""
     found: dict[nn.Parameter, _Target] = {}
     for path, module in model.named_modules():
         for name, parameter in parameters_of(module).items():
@@ -130,11 +138,11 @@ def _targets(model: nn.Module) -> list[_Target]:
                 meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 found[parameter] = _Target(parameter, nn.Parameter(meta), [])
             found[parameter].places.append((path, module, name))
-    return list(found.values())
+    return {target.twin: target for target in found.values()}
 
 
 @contextmanager
-def _replaced(targets: Sequence[_Target]) -> Iterator[None]:
+def _replaced(targets: Collection[_Target]) -> Iterator[None]:
     """A context in which the twins are the model's parameters."""
     for target in targets:
         target.put(target.twin)
@@ -151,8 +159,8 @@ def _seen(model: nn.Module) -> set[nn.Module] | None:
 
 
 def _calls(
-    path: str, module: nn.Module, init: _Init, seen: set[nn.Module] | None
-) -> Iterator[tuple[str, nn.Module, _Init]]:
+    path: str, module: nn.Module, init: _Init | None, seen: set[nn.Module] | None
+) -> Iterator[tuple[str, nn.Module, _Init | None]]:
     """The calls of `_init_weights`, in their order; a module that has its own uses that.
 
     A module in several places is initialised once where there is a set for those ``seen``, as the
@@ -227,7 +235,7 @@ def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> l
     ]
     if replaced:
         raise RotationError(
-            f"_init_weights puts another parameter in the place of {replaced[0].name}; "
+            f"{_name_of(init)} puts another parameter in the place of {replaced[0].name}; "
             "let it change the values in place"
         )
     return [  # `parameter.data = values` gives it another storage
@@ -249,7 +257,7 @@ def _whole(target: _Target) -> nn.Parameter:
     return parameter
 
 
-def _take_shard(target: _Target, whole: Tensor) -> None:
+def _take_shard(target: _Target, whole: Tensor, init: _Init) -> None:
     parameter = target.parameter
     if not isinstance(parameter, DTensor):
         local, own = parameter.data, whole
@@ -257,12 +265,16 @@ def _take_shard(target: _Target, whole: Tensor) -> None:
         local, own, place = parameter.to_local(), whole, place_of(parameter)
         if place is not None:
             own = whole.narrow(place.dim, place.start, place.stop - place.start)
-    if bool(own.isnan().any()):
+    if not is_fake(own) and bool(own.sum().isnan()):  # without a mask as large as the parameter
         raise RotationError(
-            f"_init_weights changes {target.name}, but not all of it, or by what it was before; "
-            "give the model a method inits()"
+            f"{_name_of(init)} changes {target.name}, but not all of it, or by what it was before; "
+            "let it set all values"
         )
     local.copy_(own)
+
+
+def _name_of(init: _Init) -> str:
+    return "reset_parameters" if init is _reset else "_init_weights"
 
 
 def make_buffers(model: nn.Module, device: torch.device) -> None:
@@ -442,76 +454,16 @@ def _take_tensors(module: nn.Module, made: nn.Module, device: torch.device) -> N
             vars(module)[name] = taken(vars(made)[name])
 
 
-# Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
-# makes a rank with a narrow shard generate numbers that it throws away; a small one costs a
-# generator per cell.
-_CELL = 256
-
-_Cell = npt.NDArray[np.float64]
-
-
-class Init(Protocol):
-    """The distribution of a parameter's entries."""
-
-    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """The entries of one cell, float64 of that shape."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Normal:
-    """A normal distribution with mean 0."""
-
-    std: float
-
-    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """The entries of one cell."""
-        cell = generator.standard_normal(shape)
-        cell *= self.std
-        return cell
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """The uniform distribution on [-bound, bound)."""
-
-    bound: float
-
-    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """The entries of one cell."""
-        return generator.uniform(-self.bound, self.bound, shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """The same value for all entries."""
-
-    value: float
-
-    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """The entries of one cell."""
-        return np.full(shape, self.value)
-
-
-@runtime_checkable
-class HasInits(Protocol):
-    """A model or layer that says how its parameters are initialised."""
-
-    def inits(self) -> Mapping[str, Init]:
-        """Distributions by the names that `named_parameters` gives."""
-        ...
-
-
 def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cpu") -> None:
     """Give every parameter its initial value in place, and memory first where it is on `meta`.
 
-    The values depend on the seed and on each parameter's name and shape alone: not on the number of
-    ranks, and not on whether the parameter is rotated. Distributions are those of the model's
-    ``inits()``, else those that torch gives each layer. A model with a method `_init_weights`, as
-    transformers' are, gets the very values of that method after `torch.manual_seed(seed)` on the
-    CPU, and each rank holds one module's parameters whole at a time. Buffers on `meta` are made by
-    the constructors of their modules, where these take a `config` alone: their own, or that of
-    the nearest module around them.
+    The values are those of one process: the same for every number of ranks, and for a parameter
+    that is not rotated. A model with a method `_init_weights`, as transformers' are, gets the very
+    values of that method after `torch.manual_seed(seed)` on the CPU; parameters that it leaves, and
+    those of other models, get what `reset_parameters` of their modules gives. Each rank draws all
+    values, and holds one module's parameters whole at a time. Buffers on `meta` are made by the
+    constructors of their modules, where these take a `config` alone: their own, or that of the
+    nearest module around them.
 
     Args:
         model: rotated or not.
@@ -520,8 +472,8 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
             on the mesh's device.
 
     Raises:
-        RotationError: a parameter has no distribution, or a buffer on `meta` cannot be made; the
-            message names it. Or the ranks of a rotated model have different seeds.
+        RotationError: nothing gives values to a parameter, or a buffer on `meta` cannot be made;
+            the message names it. Or the ranks of a rotated model have different seeds.
 
     Example:
         with torch.device("meta"):
@@ -531,22 +483,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
     """
     _require_one_seed(model, seed)
     allocate(model, torch.device(device))
-    filled: set[str] = set()
-    if isinstance(model, HasInits):
-        inits = model.inits()
-    else:
-        inits = torch_inits(model)
-        if has_own_init(model):
-            filled = fill_by_own_init(model, seed=seed)
-    for name, parameter in model.named_parameters():
-        if name in filled:
-            continue
-        if name not in inits:
-            raise RotationError(
-                f"parameter {name} has no initial distribution; give the model a method inits()"
-            )
-        fill(parameter, inits[name], seed=seed, name=name)
-    _clear_padding(model, {p for name, p in model.named_parameters() if name in filled})
+    _fill(model, seed)
     note_rewritten(model.parameters())
 
 
@@ -572,17 +509,6 @@ def _require_one_seed(model: nn.Module, seed: int) -> None:
     )
 
 
-@torch.no_grad()
-def _clear_padding(model: nn.Module, filled: Collection[nn.Parameter]) -> None:
-    """Set the padding rows of embeddings to zero, as torch does; those ``filled`` stay as made."""
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding) or module.weight in filled:
-            continue
-        if module.padding_idx is not None:
-            local, first, _ = _local_shard(module.weight, name)
-            local[max(module.padding_idx - first, 0) : max(module.padding_idx - first + 1, 0)] = 0
-
-
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Give parameters on `meta` memory, and compute buffers; tied parameters stay tied.
 
@@ -600,100 +526,3 @@ def allocate(model: nn.Module, device: torch.device) -> None:
                         torch.empty_like(parameter, device=device), parameter.requires_grad
                     )
                 setattr(child, name, real[parameter])
-
-
-def torch_inits(model: nn.Module) -> dict[str, Init]:
-    """The distributions of `inits()`, or of torch's `reset_parameters` for known layers."""
-    inits: dict[str, Init] = {}
-    for path, module in model.named_modules():  # outer modules first: they take precedence
-        for name, init in _inits_of(module).items():
-            inits.setdefault(f"{path}.{name}".removeprefix("."), init)
-    return inits
-
-
-def _inits_of(module: nn.Module) -> Mapping[str, Init]:
-    match module:
-        case HasInits():
-            return module.inits()
-        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            fan_in = prod(module.weight.shape[1:])
-            return dict.fromkeys(("weight", "bias"), Uniform(1 / sqrt(fan_in)))
-        case nn.Embedding():
-            return {"weight": Normal(1.0)}
-        case (
-            nn.LayerNorm()
-            | nn.RMSNorm()
-            | nn.GroupNorm()
-            | nn.BatchNorm1d()
-            | nn.BatchNorm2d()
-            | nn.BatchNorm3d()
-        ):
-            return {"weight": Constant(1.0), "bias": Constant(0.0)}
-        case nn.MultiheadAttention():
-            names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-            weights = {name: getattr(module, name) for name in names}
-            bounds = {
-                name: Uniform(sqrt(6 / sum(weight.shape)))
-                for name, weight in weights.items()
-                if weight is not None
-            }
-            return {**bounds, "in_proj_bias": Constant(0.0), "out_proj.bias": Constant(0.0)}
-        case _:
-            return {}
-
-
-@torch.no_grad()
-def fill(parameter: Tensor, init: Init, *, seed: int, name: str) -> None:
-    """Fill this rank's shard of a parameter, cell by cell."""
-    rows, columns = parameter.shape[0], prod(parameter.shape[1:])
-    local, row_start, column_start = _local_shard(parameter, name)
-    matrix = local.view(local.shape[0], prod(local.shape[1:]))
-    cell_of = _cells(init, (rows, columns), seed, name)
-    for row in range(row_start // _CELL, -(-(row_start + matrix.shape[0]) // _CELL)):
-        for column in range(column_start // _CELL, -(-(column_start + matrix.shape[1]) // _CELL)):
-            _copy_cell(
-                torch.from_numpy(cell_of(row, column)),
-                matrix,
-                row * _CELL - row_start,
-                column * _CELL - column_start,
-            )
-
-
-def _copy_cell(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
-    """Copy the part of a cell that lies inside ``matrix``; (top, left) is the cell's corner."""
-    target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
-    inside = cell[max(-top, 0) :, max(-left, 0) :]
-    target.copy_(inside[: target.shape[0], : target.shape[1]])
-
-
-def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable[[int, int], _Cell]:
-    """A function from (row, column) to that cell; cells at the far edges are smaller."""
-    key = np.frombuffer(
-        blake2b(name.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest(),
-        dtype=np.uint64,
-    )
-
-    def cell(row: int, column: int) -> _Cell:
-        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, column, row]))
-        return init.draw(
-            generator, (min(_CELL, shape[0] - row * _CELL), min(_CELL, shape[1] - column * _CELL))
-        )
-
-    return cell
-
-
-def _local_shard(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
-    """This rank's shard of a parameter, and its first row and column in the whole as a matrix."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0, 0
-    place = place_of(parameter)
-    if place is None:
-        return parameter.to_local(), 0, 0
-    if place.dim == 0:
-        return parameter.to_local(), place.start, 0
-    if prod(parameter.shape[1 : place.dim]) > 1:
-        raise RotationError(
-            f"parameter {name} is cut along dim {place.dim} of {tuple(parameter.shape)}; "
-            "its shards must be ranges of rows or of columns"
-        )
-    return parameter.to_local(), 0, place.start * prod(parameter.shape[place.dim + 1 :])

@@ -5,7 +5,6 @@ Pre-norm blocks, rotary positions, grouped key/value heads, plain or gated MLP. 
 time, D model, V vocabulary.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
@@ -16,7 +15,6 @@ from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.attention import Attention, Heads, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
-from gyre_trainer.shards.initialisation import Constant, Init, Normal
 from gyre_trainer.training.config_file import AtLeast1, NumLayers, RotaryBase
 from gyre_trainer.training.losses import weighted_cross_entropy
 
@@ -166,16 +164,15 @@ class GPT(nn.Module):
             return linear_cross_entropy(self.head, x_BTD, targets_BT)
         return weighted_cross_entropy(self.head, x_BTD, targets_BT, weights_BT)
 
-    def inits(self) -> Mapping[str, Init]:
+    def _init_weights(self, module: nn.Module) -> None:
         """GPT-2's: std 0.02, divided by sqrt(2 · num_layers) in layers that end on the residual."""
-        residual = Normal(_INIT_STD / sqrt(2 * self.config.num_layers))
-
-        def init(name: str) -> Init:
-            if name.endswith(".bias") or "norm." in name:
-                return Constant(0.0 if name.endswith(".bias") else 1.0)
-            return residual if name.endswith((".o.weight", ".down.weight")) else Normal(_INIT_STD)
-
-        return {name: init(name) for name, _ in self.named_parameters()}
+        match module:
+            case nn.Linear() | nn.Embedding():
+                nn.init.normal_(module.weight, std=_INIT_STD)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            case Attention(o=last) | MLP(down=last) | GatedMLP(down=last):
+                nn.init.normal_(last.weight, std=_INIT_STD / sqrt(2 * self.config.num_layers))
 
 
 def _norm(config: GPTConfig) -> nn.Module:
