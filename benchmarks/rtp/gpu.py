@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.identity import BufferPool, with_room
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import Leg, Stream, Work, ring_of
+from gyre_trainer.comm.ring import Leg, ProcessGroupTransport, Ring, Stream, Wait, ring_of
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.head import linear_cross_entropy
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
@@ -41,28 +41,27 @@ _LLAMA_STEP = Workload(replace(_LLAMA_BLOCK, num_layers=4))
 _TOY_STEP = Workload(replace(_TOY_BLOCK, num_layers=2))
 
 
-class CopyTransport:
+class CopyTransport(ProcessGroupTransport):
     """Hops by copies on another stream; without ``hops`` nothing moves.
 
     Waiting holds up the current stream, as NCCL's does.
     """
 
-    moves = True
-
-    def __init__(self, device: torch.device, *, hops: bool) -> None:
-        self._hops = hops
+    def __init__(self, ring: Ring, device: torch.device, *, hops: bool) -> None:
+        super().__init__(ring.group, ring.hang_diagnosis)
+        self.moves, self._hops = True, hops
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
         if not self._hops:
             return []
         if self._stream is None:
             _copy(legs)
-            return [(_Copied(None), "copying")]
+            return [(_nothing, "copying")]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             _copy(legs)
-            return [(_Copied(self._stream.record_event()), "copying")]
+            return [(self._stream.record_event().wait, "copying")]
 
     def give_up(self) -> None: ...
 
@@ -76,13 +75,8 @@ def _copy(legs: Sequence[Leg]) -> None:
         target[:size].copy_(source[:size])
 
 
-@dataclass(frozen=True)
-class _Copied:
-    arrived: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        if self.arrived is not None:
-            self.arrived.wait()
+def _nothing() -> None:
+    """The wait for a copy on a CPU, which is over when it returns."""
 
 
 def _filled(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -99,7 +93,7 @@ def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Itera
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         ring = ring_of(make_mesh(device.type))
-        ring.transport, ring.pool = CopyTransport(device, hops=hops), BufferPool(_filled)
+        ring.transport, ring.pool = CopyTransport(ring, device, hops=hops), BufferPool(_filled)
         yield
     finally:
         dist.destroy_process_group()

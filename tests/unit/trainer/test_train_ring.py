@@ -1,6 +1,7 @@
 """A ring hands hops to its transport, each number behind its buffer, and owns what is in flight."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from gyre_trainer.comm.identity import (
     number_in,
     with_room,
 )
-from gyre_trainer.comm.ring import Direction, Leg, Ring, Stream, Work
+from gyre_trainer.comm.ring import Direction, Leg, ProcessGroupTransport, Ring, Stream, Wait
 from gyre_trainer.errors import RotationError
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 
 
-class Echo:
+class Echo(ProcessGroupTransport):
     """A transport by which each hop receives what it sends, when it is waited for."""
 
     moves = True
@@ -36,23 +37,15 @@ class Echo:
         self.batches: list[list[tuple[int, bool]]] = []
         self.gave_up = False
 
-    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
         self.batches.append([(leg.offset, leg.arrives) for leg in legs])
         incoming, outgoing = (leg.tensor for leg in legs)
         if self.number is not None:
             number_in(outgoing).fill_(self.number)
-        return [(_Arrival(incoming, outgoing), "rank 0: receiving")]
+        return [(partial(incoming.copy_, outgoing), "rank 0: receiving")]
 
     def give_up(self) -> None:
         self.gave_up = True
-
-
-class _Arrival:
-    def __init__(self, incoming: Tensor, outgoing: Tensor) -> None:
-        self.incoming, self.outgoing = incoming, outgoing
-
-    def wait(self) -> None:
-        self.incoming.copy_(self.outgoing)
 
 
 @pytest.fixture

@@ -25,7 +25,16 @@ from torch.distributed.tensor import DTensor
 from gyre_trainer.accounting.step_cost import measure_step
 from gyre_trainer.comm.identity import BufferPool
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import Direction, Hop, Leg, Ring, Stream, Work, ring_of
+from gyre_trainer.comm.ring import (
+    Direction,
+    Hop,
+    Leg,
+    ProcessGroupTransport,
+    Ring,
+    Stream,
+    Wait,
+    ring_of,
+)
 from gyre_trainer.layers.experts import MoE
 from gyre_trainer.layers.mlp import GatedMLP
 from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
@@ -329,7 +338,7 @@ def masks(device_type: str, staged: bool) -> dict[str, bool]:
     }
 
 
-class StagedTransport:
+class StagedTransport(ProcessGroupTransport):
     """Carries hops between processes that share one device: by memory of the host, and gloo.
 
     NCCL refuses two ranks on one device. A thread reads the outgoing tensor, after the device has
@@ -338,15 +347,13 @@ class StagedTransport:
     with the device's current stream does.
     """
 
-    moves = True
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, late: str) -> None:
-        self._group = group
+    def __init__(self, ring: Ring, device: torch.device, late: str) -> None:
+        super().__init__(ring.group, ring.hang_diagnosis)
         self._late = late
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "gyre check hops")
 
-    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
         """Start the legs as one batch."""
         if self._late == "computations":
             _delay(None)
@@ -360,18 +367,18 @@ class StagedTransport:
         queued = torch.cuda.current_stream().record_event() if self._side else None
         carried = self._thread.submit(self._carry, list(legs), hosts, stream, queued)
         what = " and ".join(leg.description for leg in legs)
-        return [(_Staged(self, carried, list(legs), hosts), what)]
+        return [(partial(self._arrive, carried, list(legs), hosts), what)]
 
     def give_up(self) -> None:
         """Let this rank's threads go; the process group ends the waits of others."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def on_side(self) -> Any:
+    def _on_side(self) -> Any:
         """A context whose kernels run beside those that compute."""
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def _carry(self, legs: list[Leg], hosts: list[Tensor], stream: Stream, queued: Any) -> None:
-        with self.on_side():
+        with self._on_side():
             if queued is not None:
                 queued.wait(self._side)
             if self._late == "arrivals":
@@ -394,23 +401,13 @@ class StagedTransport:
             assert work is not None
             work.wait()
 
-
-@dataclass(frozen=True)
-class _Staged:
-    """A batch that a `StagedTransport` has started."""
-
-    transport: StagedTransport
-    carried: "Future[None]"
-    legs: list[Leg]
-    hosts: list[Tensor]
-
-    def wait(self) -> None:
-        self.carried.result()
-        with self.transport.on_side():
-            for leg, host in zip(self.legs, self.hosts, strict=True):
+    def _arrive(self, carried: "Future[None]", legs: list[Leg], hosts: list[Tensor]) -> None:
+        carried.result()
+        with self._on_side():
+            for leg, host in zip(legs, hosts, strict=True):
                 if leg.arrives:
                     leg.tensor.copy_(host, non_blocking=True)
-            arrived = self.transport._side.record_event() if self.transport._side else None
+            arrived = self._side.record_event() if self._side else None
         if arrived is not None:
             arrived.wait()
 
@@ -439,7 +436,7 @@ def hops_by(*, staged: bool, device: torch.device, late: str = "") -> Iterator[N
     ring = ring_of(make_mesh(device.type))
     before = ring.transport, ring.pool
     if staged:
-        ring.transport = StagedTransport(ring.group, device, late)
+        ring.transport = StagedTransport(ring, device, late)
     if late:
         ring.pool = _PoisonedPool()
     try:

@@ -6,9 +6,8 @@ one batch of the ring's transport. Every wait ends at the group's timeout, which
 NCCL moves the buffers on its own stream, in the order of the hops. A hop owns its buffers
 until it was waited for, also where an exception has lost sight of it.
 
-`Transport` is how a hop's tensors get from rank to rank, and `ProcessGroupTransport` its form over
-a process group. `Ring` is the one ring of a mesh: its process groups, its transport, and its checks
-before a step.
+`ProcessGroupTransport` is how a hop's tensors get from rank to rank. `Ring` is the one ring of a
+mesh: its process groups, its transport, and its checks before a step.
 
 [Note: The end of a rank]
 
@@ -29,13 +28,13 @@ import atexit
 import ctypes
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from enum import IntEnum
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -74,15 +73,8 @@ _SIZE_TAG = 64
 _NUM_SIZE_TAGS = 16_777_213
 
 
-class Work(Protocol):
-    """A transfer that was started."""
-
-    def wait(self) -> object:
-        """Return when the tensor has arrived, or raise RuntimeError.
-
-        On CUDA the current stream waits, not the caller.
-        """
-        ...
+Wait = Callable[[], object]
+"""Returns when a tensor has arrived, or raises RuntimeError; on CUDA the current stream waits."""
 
 
 class Leg(NamedTuple):
@@ -101,36 +93,14 @@ class Leg(NamedTuple):
     description: str
 
 
-class Transport(Protocol):
-    """A way to carry legs to other ranks of a ring."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether it moves anything: a simulated process group does not."""
-        ...
-
-    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
-        """Start the legs of one hop, as one batch.
-
-        Returns:
-            The works with their descriptions, in the order in which they are to be waited for.
-
-        Raises:
-            RingError: a leg could not be started.
-            RotationError: another rank has found that ranks call different modules.
-        """
-        ...
-
-    def give_up(self) -> None:
-        """Let the waits of both ends of each connection fail, now and later."""
-        ...
-
-
 class ProcessGroupTransport:
     """Sends and receives in a process group, which carries hops alone where it is of NCCL.
 
     NCCL makes transfers in the order in which they were started, on every rank. All-reduces have a
     communicator of their own, and start when no hop is in flight.
+
+    Attributes:
+        moves: whether it moves anything: a simulated process group does not.
     """
 
     def __init__(self, group: dist.ProcessGroup, diagnosis: HangDiagnosis) -> None:
@@ -138,8 +108,16 @@ class ProcessGroupTransport:
         self._diagnosis = diagnosis
         self.moves = dist.get_backend(group) != "fake"
 
-    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
-        """Start the legs as one batch of point-to-point operations."""
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
+        """Start the legs of one hop, as one batch of point-to-point operations.
+
+        Returns:
+            The waits with their descriptions, in the order in which they are to be called.
+
+        Raises:
+            RingError: a leg could not be started.
+            RotationError: another rank has found that ranks call different modules.
+        """
         try:
             # Sends come first. Gloo writes at once if the other side already waits, and holds
             # a lock meanwhile on which its own thread spins if the two share a core. That thread
@@ -148,11 +126,12 @@ class ProcessGroupTransport:
         except RuntimeError as error:
             raise self._diagnosis.error(_described(legs), error) from error
         if len(works) != len(legs):  # NCCL returns one work for the whole batch
-            return [(work, _described(legs)) for work in works]
-        return list(zip(works[::-1], (leg.description for leg in legs), strict=True))
+            return [(work.wait, _described(legs)) for work in works]
+        waits = [work.wait for work in reversed(works)]
+        return list(zip(waits, (leg.description for leg in legs), strict=True))
 
     def give_up(self) -> None:
-        """End this rank's connections.
+        """End this rank's connections, so that waits of both ends fail, now and later.
 
         NCCL has a call for that. Gloo closes all of them where a wait passes its timeout
         (`UnboundBuffer::waitRecv`).
@@ -268,7 +247,7 @@ class Hop:
 
     def __init__(
         self,
-        works: Sequence[tuple[Work, str]],
+        waits: Sequence[tuple[Wait, str]],
         ring: "Ring",
         identity: int = 0,
         frames: Sequence[_Frame] = (),
@@ -278,14 +257,14 @@ class Hop:
         """Take over a batch in flight.
 
         Args:
-            works: the transfers with their descriptions.
+            waits: those for the transfers, with their descriptions.
             ring: keeps the hop until it was waited for.
             identity: see `Hop`, as for `outgoing`.
             frames: the incoming and then the outgoing one; without them nothing is compared.
             source: the rank that the first one is from.
             outgoing: see `Hop`.
         """
-        self._works = works
+        self._waits = waits
         self._ring = ring
         self.identity = identity
         self.outgoing = outgoing
@@ -293,7 +272,7 @@ class Hop:
         self._source = source
         self._failed: RingError | RotationError | None = None
         self._is_over = False
-        if works:
+        if waits:
             ring.in_flight[self] = None
 
     def wait(self) -> None:
@@ -309,22 +288,22 @@ class Hop:
         if self._is_over:
             return
         self._is_over, diagnosis = True, self._ring.hang_diagnosis
-        if not self._works:  # both slices are empty, and ranks count hops alike
+        if not self._waits:  # both slices are empty, and ranks count hops alike
             diagnosis.pass_hop(self.identity)
             return
-        what = " and ".join(what for _, what in self._works)
+        what = " and ".join(what for _, what in self._waits)
         began_s = time.perf_counter()
         with diagnosis.waiting(what, self.identity):
-            for work, what in self._works:
+            for wait, what in self._waits:
                 try:
                     with span(what):
-                        work.wait()
+                        wait()
                 except (RuntimeError, OSError) as error:
                     self._fail(diagnosis.error(what, error), error)
-            self._compare(self._works[0][1])
+            self._compare(self._waits[0][1])
         Hop.waited_s += time.perf_counter() - began_s
         del self._ring.in_flight[self]
-        self._works = self._frames = ()
+        self._waits = self._frames = ()
 
     def _compare(self, what: str) -> None:
         """Compare the identities of both ends, and fill the incoming tensor."""
@@ -375,7 +354,7 @@ class Ring:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        transport: Transport,
+        transport: ProcessGroupTransport,
         hang_diagnosis: HangDiagnosis,
         modules: Modules,
         replicas: dist.ProcessGroup | None = None,
@@ -446,10 +425,10 @@ class Ring:
             framed_legs = [
                 leg._replace(tensor=frame.whole) for leg, frame in zip(legs, frames, strict=True)
             ]
-            works = self._start(framed_legs, stream)
+            waits = self._start(framed_legs, stream)
         is_compared = bool(legs) and legs[0].arrives
         kept = frames if is_compared else ()
-        return Hop(works, self, identity, kept, self._global(-direction), outgoing.data_ptr())
+        return Hop(waits, self, identity, kept, self._global(-direction), outgoing.data_ptr())
 
     def _sends(self, flat: Tensor, identity: int) -> bool:
         """Whether a hop in flight sends this tensor with another identity behind it.
@@ -459,7 +438,7 @@ class Ring:
         address = flat.data_ptr()
         return any(hop.outgoing == address and hop.identity != identity for hop in self.in_flight)
 
-    def _start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+    def _start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
         try:
             return self.transport.start(legs, stream) if legs else []
         except (RingError, RotationError):
