@@ -192,11 +192,6 @@ class Consumer(Struct, eq=False):
         return sum(len(segment.wanted(group.steps)) for group in groups if group.is_sealed)
 
     @property
-    def num_held(self) -> int:
-        """How many steps it was sent and has not released."""
-        return sum(len(steps) for steps, _ in self.held.values())
-
-    @property
     def sharing(self) -> set["Consumer"]:
         """The consumers that have a stream in common with it, now or later; none once it left."""
         return {other.consumer for each in self.segments for other in each.stream.segments}

@@ -299,15 +299,10 @@ class ComputeServer:
 
 
 class ComputeWorker:
-    """One process, used by one task at a time.
-
-    Attributes:
-        has_died: whether it ended while it computed.
-    """
+    """One process, used by one task at a time."""
 
     def __init__(self, process: Process) -> None:
         """Take over a process."""
-        self.has_died = False
         self.process = process
 
     async def ask(self, body: bytes, descriptors: Sequence[int], max_bytes: int) -> bytes:
@@ -325,7 +320,6 @@ class ComputeWorker:
         try:
             return await ask(self.process.connection, request, max_bytes)
         except ConnectionError as error:
-            self.has_died = True
             raise WorkerLost(is_hung=False) from error
 
     def kill(self) -> None:

@@ -299,7 +299,8 @@ class StreamModel(RuleBasedStateMachine):
             ]
             ready = [step for step in begun if stream.groups[step].is_sealed]
             assert (consumer.num_begun, consumer.num_ready) == (len(begun), len(ready))
-            assert consumer.num_held == sum(len(steps) for steps, _ in reader.held.values())
+            held = sum(len(steps) for steps, _ in consumer.held.values())
+            assert held == sum(len(steps) for steps, _ in reader.held.values())
             assert consumer.is_ready == (consumer.next_step in ready)
 
     @invariant()

@@ -12,14 +12,21 @@ import resource
 import stat
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, stream_by_reads
-from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root, file_error
+from gyre_daemon.storage.beneath import (
+    READ_FLAGS,
+    LocalFile,
+    NotRegular,
+    OpenBeneath,
+    Root,
+    file_error,
+)
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.open_shards import unknown
 from gyre_daemon.storage.shard import FileShards, FileTable, Shard, changed
@@ -36,7 +43,6 @@ _TURN_S = 0.1
 # mount is slow. While files take long, all are measured.
 _NUM_MEASURED = 4
 
-OpenBeneath = Callable[[str | bytes, int], int]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.pread.restype = ctypes.c_ssize_t
