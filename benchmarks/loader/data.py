@@ -139,10 +139,8 @@ def shards(folder: Path, name: str, scale: Scale) -> Workload:
     return Workload(name, 256, num_samples, config, tars, mds, about)
 
 
-def write_tars(
-    folder: Path, samples: Iterator[bytes], num_samples: int, extension: str = "bin"
-) -> str:
-    """Write the samples into tar shards of equal numbers of samples, each one member."""
+def write_tars(folder: Path, samples: Iterator[bytes], num_samples: int) -> str:
+    """Write the samples into tar shards of equal numbers of samples, each a member `.bin`."""
     assert num_samples % NUM_SHARDS == 0
     if not folder.exists():
         unfinished = folder.with_suffix(".writing")
@@ -151,7 +149,7 @@ def write_tars(
             with tarfile.open(unfinished / f"{shard:03}.tar", "w") as archive:
                 for index in range(num_samples // NUM_SHARDS):
                     content = next(samples)
-                    member = tarfile.TarInfo(f"{shard:03}{index:06}.{extension}")
+                    member = tarfile.TarInfo(f"{shard:03}{index:06}.bin")
                     member.size = len(content)
                     archive.addfile(member, BytesIO(content))
         unfinished.rename(folder)

@@ -69,8 +69,9 @@ def images(folder: Path, num_samples: int) -> Workload:
     generator = np.random.default_rng(0)
     different = [jpeg(generator) for _ in range(200)]
     files = (different[number % 200] for number in range(num_samples))
-    tars = write_tars(folder / "images", files, num_samples, "jpg")
-    transforms = chain("jpg", antialias=True)
+    tars = write_tars(folder / "images", files, num_samples)
+    transforms = [{**each, "field": "bin"} for each in chain("bin", antialias=True)]
+    transforms[0]["to"] = "bin"  # the name that readers of tars know
     config: dict[str, object] = {"uri": tars, "format": "webdataset", "transforms": transforms}
     about = f"{num_samples:,} JPEG files as random crops"
     return Workload("images", BATCH_SIZE, num_samples, config, tars, "", about)
