@@ -59,7 +59,7 @@ async def main():
     with ThreadPoolExecutor(2) as threads:
         held = int(-(-size // 4096) * 4096 * n * share) + 4096
         node = NodeCache(held, None, FairExecutor(threads, 2), CacheCounts())
-        volume = await node.open_volume("x", Source(), blocks, size)
+        view = await node.open_volume("x", Source(), blocks, size)
         for epoch in range(3):
             began = time.process_time()
             for job.position in range(0, n, batch):
@@ -68,7 +68,7 @@ async def main():
                 targets = (out.ctypes.data + np.arange(k) * size).astype(np.uint64)
                 reads = Reads(np.zeros(k, np.int64), start[ids], np.full(k, size), targets,
                               np.arange(k), (out,), next_use=job.next_use)
-                await node.read(volume, reads)
+                await node.read(view, reads)
             print(n / (time.process_time() - began))
 
 asyncio.run(main())

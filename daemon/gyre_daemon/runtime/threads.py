@@ -666,7 +666,7 @@ class FairExecutor:
         if running.cancelled():
             result.cancel()
         elif error := running.exception():
-            if isinstance(error, StopIteration):  # asyncio refuses it, and nobody would be woken
+            if isinstance(error, StopIteration):  # asyncio refuses it; the caller would wait on
                 error = RuntimeError("StopIteration").with_traceback(error.__traceback__)
             result.set_exception(error)
         else:

@@ -1,6 +1,7 @@
 """A storage behind the node cache: what every storage promises, and what only this one does."""
 
 import asyncio
+import copy
 import gc
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -52,6 +53,12 @@ def blocks_of(storage: Storage, block_bytes: int = BLOCK) -> BlockMap:
     return BlockMap(
         its, starts, np.minimum(starts + block_bytes, sizes[its]) if len(its) else starts
     )
+
+
+def opened_again(storage: CachedStorage) -> CachedStorage:
+    """Another dataset with the same shards, or the same one again."""
+    source = copy.copy(storage._storage)
+    return CachedStorage(source, storage._location, storage._cache, storage._block_map)
 
 
 def is_idle(cache: NodeCache) -> bool:
@@ -259,6 +266,34 @@ class TestCachedInMemory(CachedContract):
         run(read())
         again.check([data])
 
+    def test_datasets_with_the_same_shards_share_their_blocks(
+        self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
+    ) -> None:
+        """As one does that is opened again; each has its own errors."""
+        data = noise(0, 2 * BLOCK)
+        place.put("0.bin", data)
+        targets = [Targets().add(0, start, 30).add(0, BLOCK + start, 30) for start in (5, 70)]
+        late = Targets().add(0, 9, 30)
+
+        async def read() -> None:
+            storage = await opener(f"{place.root}/0.bin", place.settings)
+            other = opened_again(storage)
+            object_server.delay_s = 0.1
+            object_server.faults.append(404)
+            failing = asyncio.create_task(first_of(storage.read(Targets().add(0, 0, 30).reads())))
+            await until(lambda: bool(storage._cache._fetching))
+            await other.read(late.reads())
+            with pytest.raises(ShardMissing):
+                await failing
+            before = metrics.cache.num_misses
+            await storage.read(targets[0].reads())
+            await other.read(targets[1].reads())
+            assert metrics.cache.num_misses == before + 2
+
+        run(read())
+        for each in (*targets, late):
+            each.check([data])
+
     def test_expected_blocks_are_present_before_they_are_read(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
     ) -> None:
@@ -371,6 +406,27 @@ class TestCachedOnDisk(CachedContract):
         run(read())
         assert not leftover.exists()
 
+    def test_a_dataset_that_is_opened_again_keeps_its_blocks_on_disk(
+        self, place: Place, opener: Any, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(self), "memory_bytes", BLOCK)
+        monkeypatch.setattr(type(self), "disk_bytes", 2 * BLOCK)
+        data = noise(0, 3 * BLOCK)
+        place.put("0.bin", data)
+
+        async def read() -> None:
+            before = await opener(f"{place.root}/0.bin", place.settings)
+            again = opened_again(before)
+            for storage in (before, before, again, before, again):
+                for block in range(3):  # the last is not on disk, and so in memory
+                    targets = Targets().add(0, block * BLOCK + 7, 2000)
+                    await storage.read(targets.reads())
+                    await until(lambda: is_idle(before._cache))
+                    targets.check([data])
+
+        run(read())
+        assert (metrics.cache.num_corrupt, metrics.cache.num_blocks_fetched) == (0, 3)
+
 
 class TestCachedAtOddTimes(CachedContract):
     """A cache that holds next to nothing."""
@@ -429,7 +485,7 @@ class TestCachedAtOddTimes(CachedContract):
                 async with asyncio.TaskGroup() as group:
                     for _ in range(6):
                         group.create_task(one())
-            (opened,) = (opening.result() for opening in storage._volumes.values())
+            (opened,) = (opening.result().volume for opening in storage._views.values())
             await until(lambda: is_idle(storage._cache))
             assert not opened.num_pins.any()
             assert opened.on_disk.sum() * BLOCK <= self.disk_bytes

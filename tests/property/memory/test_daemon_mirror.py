@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -203,6 +205,7 @@ def test_writes_of_another_process_are_noticed(tmp_path: Path, way: str) -> None
     with (tmp_path / ("set" + BLOCKS_SUFFIX)).open("r+b") as file:
         file.seek(100)
         file.write(bytes(10))
+    mirror.write(3, content(3))  # hides nothing of it
     assert read(mirror, [0, 4]) == {0: None, 4: content(4).tobytes()}
 
 
@@ -379,3 +382,45 @@ def test_other_blocks_or_other_shards_have_another_mirror(tmp_path: Path) -> Non
     moved = BlockMap(BLOCKS.shard, BLOCKS.start + 1, BLOCKS.stop + 1)
     assert disk.open_mirror("set", moved).blocks().tolist() == []
     assert disk.open_mirror("set2", BLOCKS).blocks().tolist() == []
+
+
+def test_a_mirror_is_opened_once_for_as_long_as_somebody_has_it(tmp_path: Path) -> None:
+    disk = open_disk_cache(tmp_path, 1 << 20)
+    assert disk
+    with ThreadPoolExecutor(4) as threads:
+        opened = list(threads.map(lambda _: disk.open_mirror("set", BLOCKS), range(8)))
+    mirror = opened[0]
+    assert all(each is mirror for each in opened)
+    for block in (0, 3):
+        mirror.write(block, content(block))
+    assert None not in read(mirror, [0, 3]).values()
+    opened.pop().drop([3])
+    mirror.write(5, content(5))
+    assert read(mirror, [0, 3, 5])[3] is None
+    check(mirror, {0: 0, 5: 0})
+    opened.clear()
+    del mirror
+    check(disk.open_mirror("set", BLOCKS), {0: 0, 5: 0})
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_readers_beside_one_that_finds_damage_get_no_hole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, *, drops: bool
+) -> None:
+    """The damage makes a hole, and the block may be there again when the other reader looks."""
+    mirror = open_mirror(tmp_path)
+    mirror.write(3, content(3))
+    name = "gather" if way == "gather" else "read_each"
+    copy_ranges = getattr(mirrors, name)
+
+    def late(*args: Any) -> Any:
+        mirror.drop([3])
+        failed = copy_ranges(*args)
+        if not drops:
+            mirror.write(3, content(3))
+        return failed
+
+    monkeypatch.setattr(mirrors, name, late)
+    assert read(mirror, [3]) == {3: None}
+    monkeypatch.undo()
+    check(mirror, {})

@@ -24,7 +24,8 @@ two files. `NAME.blocks` has a place for every block of a dataset, and takes spa
 that it holds. `NAME.journal` records each block that was written, with a digest of its bytes, and
 each that was dropped. Nothing is flushed: a killed daemon leaves a block without a record, and a
 crashed machine may leave a record without its block. So the digest is compared before a block is
-first used, and again after another process has written to the file.
+first used, and again after another process has written to the file. Within a daemon a mirror is
+open once: two would take each other's holes for their own blocks.
 """
 
 import contextlib
@@ -43,10 +44,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.ownership import is_ours, make_folder, open_ours
@@ -235,12 +237,9 @@ _RECORD_BYTES = _RECORD.size + _CRC.size
 _KEEP_SIZE_AND_PUNCH = 1 | 2
 _DIGEST_BYTES = 16
 _NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that was dropped
-# How often a copy is repeated while another process writes to the file; then its blocks count as
-# damaged, and are fetched again.
-_MAX_LOOKS = 3
 
-# A journal is written again when it has four records for each block and this many more: few enough
-# to be read at once (28 bytes each), and so many that a small dataset's is hardly ever rewritten.
+# A journal is written again when it has four records for each block and this many more. With fewer,
+# that of a small dataset is rewritten often; with more, loading it takes longer (28 bytes each).
 _SPARE_RECORDS = 1 << 16
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
@@ -273,7 +272,8 @@ class Mirror:
         self._sizes, self._offsets = sizes, offsets
         self._lock = threading.Lock()
         self._stored: dict[int, _Stored] = {}
-        self._is_verified = np.zeros(len(sizes), np.bool_)
+        self._verified = np.zeros(len(sizes), np.int64)  # the number of the comparison; 0: none
+        self._comparisons = itertools.count(1)
         self._file = open_ours(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT)
         os.ftruncate(self._file, int(offsets[-1]))
         self._journal_path = path.with_name(path.name + JOURNAL_SUFFIX)
@@ -315,7 +315,7 @@ class Mirror:
                 self._punch(block, block + 1)
                 raise
             self._stored[block] = _Stored(digest)
-            self._is_verified[block] = True
+            self._verified[block] = next(self._comparisons)
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Free the space of blocks.
@@ -337,22 +337,23 @@ class Mirror:
         Returns:
             The damaged blocks. They are dropped, and none of their ranges counts as copied.
         """
+        self._look()
         touched = np.unique(blocks)
-        damaged: dict[int, _Stored | None] = {}
-        for _ in range(_MAX_LOOKS):
-            self._look()
-            damaged |= self._unsound(touched[~self._is_verified[touched]])
+        damaged = self._unsound(touched[self._verified[touched] == 0])
+        verified = self._verified[touched]
+        while True:
             sound = ~np.isin(blocks, list(damaged)) if damaged else slice(None)
             failed = self._copy(
                 self._offsets[blocks[sound]] + starts[sound], reads.size[sound], reads.target[sound]
             )
-            if failed is not None:
-                block = int(blocks[sound][failed])
-                damaged[block] = self._stored.get(block)
-            elif self._look() and (damaged or self._is_verified[touched].all()):
+            if failed is None:
                 break
-        else:
-            damaged = {block: self._stored.get(block) for block in touched.tolist()}
+            block = int(blocks[sound][failed])
+            damaged[block] = self._stored.get(block)
+        # Another process may have written meanwhile, or another reader has made a hole of damage.
+        self._look()
+        is_same = (self._verified[touched] == verified) & (verified > 0)
+        damaged = {block: self._stored.get(block) for block in touched[~is_same].tolist()} | damaged
         if damaged:
             with contextlib.suppress(OSError), self._own_change():
                 # Another thread may have written a block again meanwhile.
@@ -377,8 +378,9 @@ class Mirror:
                 unsound[block] = stored
                 continue
             with self._lock:
-                # Another thread may have dropped it meanwhile.
-                self._is_verified[block] = self._stored.get(block) is stored
+                # Another thread may have dropped it meanwhile, or compared it, too.
+                if self._stored.get(block) is stored and not self._verified[block]:
+                    self._verified[block] = next(self._comparisons)
         return unsound
 
     def _matches(self, block: int, digest: bytes) -> bool:
@@ -388,35 +390,35 @@ class Mirror:
         except OSError:
             return False
 
-    def _look(self) -> bool:
-        """Whether only this process has written to the file since the last look.
+    def _look(self) -> None:
+        """Let every block be verified again if another process has written to the file.
 
-        Otherwise every block must be verified again. True while another thread writes, since its
-        writes cannot be told from those of another process.
+        Not while another thread writes: its writes cannot be told from those of another process.
         """
-        if not self._lock.acquire(blocking=False):
-            return True
-        try:
-            written_at = os.fstat(self._file).st_mtime_ns
-            if written_at == self._written_at:
-                return True
-            self._is_verified[:] = False
+        if self._lock.acquire(blocking=False):
+            try:
+                self._look_locked()
+            finally:
+                self._lock.release()
+
+    def _look_locked(self) -> None:
+        written_at = os.fstat(self._file).st_mtime_ns
+        if written_at != self._written_at:
+            self._verified[:] = 0
             self._written_at = written_at
-            return False
-        finally:
-            self._lock.release()
 
     @contextlib.contextmanager
     def _own_change(self) -> Iterator[None]:
         """This thread changes the file inside the context; its blocks stay verified."""
         with self._lock:
+            self._look_locked()
             try:
                 yield
             finally:
                 self._written_at = os.fstat(self._file).st_mtime_ns
 
     def _drop(self, blocks: Sequence[int]) -> None:
-        self._is_verified[list(blocks)] = False
+        self._verified[list(blocks)] = 0
         for block in blocks:
             del self._stored[block]
         for block in blocks:
@@ -505,6 +507,8 @@ class DiskCache(Struct):
     limit_bytes: int
     unopened: dict[str, int]
     _lock: int
+    _mirrors: WeakValueDictionary[str, Mirror] = field(default_factory=WeakValueDictionary)
+    _names: threading.Lock = field(default_factory=threading.Lock)  # held while one is opened
 
     def close(self) -> None:
         """Release the folder for the next daemon; open mirrors stay readable."""
@@ -516,7 +520,7 @@ class DiskCache(Struct):
         return max(0, self.limit_bytes - sum(self.unopened.values()))
 
     def open_mirror(self, identity: str, blocks: BlockMap) -> Mirror:
-        """The mirror of a dataset's blocks.
+        """The mirror of a dataset's blocks; the same one for as long as somebody has it.
 
         Args:
             identity: of the dataset's shards; changes when any of them does.
@@ -527,8 +531,12 @@ class DiskCache(Struct):
         """
         key = f"{_LAYOUT_VERSION}\n{identity}\n".encode() + blocks.digest()
         name = hashlib.blake2b(key, digest_size=16).hexdigest()
-        mirror = Mirror(self.folder / name, blocks.sizes(), blocks.offsets())
-        self.unopened.pop(name, None)
+        with self._names:
+            mirror = self._mirrors.get(name)
+            if mirror is None:
+                mirror = Mirror(self.folder / name, blocks.sizes(), blocks.offsets())
+                self._mirrors[name] = mirror
+            self.unopened.pop(name, None)
         return mirror
 
     def remove_oldest(self) -> None:
@@ -537,12 +545,13 @@ class DiskCache(Struct):
         Raises:
             OSError: it cannot be removed.
         """
-        name = next(iter(self.unopened), None)
-        if name is None:
-            return
-        for suffix in (JOURNAL_SUFFIX, BLOCKS_SUFFIX):
-            self.folder.joinpath(name + suffix).unlink(missing_ok=True)
-        self.unopened.pop(name, None)
+        with self._names:
+            name = next(iter(self.unopened), None)
+            if name is None:
+                return
+            for suffix in (JOURNAL_SUFFIX, BLOCKS_SUFFIX):
+                self.folder.joinpath(name + suffix).unlink(missing_ok=True)
+            del self.unopened[name]
 
 
 def open_disk_cache(folder: Path, limit_bytes: int) -> DiskCache | None:

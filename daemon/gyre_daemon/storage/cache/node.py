@@ -18,10 +18,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import CacheCounts
@@ -30,7 +32,7 @@ from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, FairQueue,
 from gyre_daemon.storage.base import BlockCache, Delays, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, BlockMemory, DiskCache, Integers, Mirror
-from gyre_daemon.storage.cache.placement import Key, Need, Placement, Tier, Volume
+from gyre_daemon.storage.cache.placement import Key, Need, Placement, Tier, View, Volume
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.open_shards import ShardChecksums
 from gyre_daemon.storage.shard import Shard
@@ -50,11 +52,12 @@ _MAX_IDLE_TURNS = 4
 _PAUSE_S = 10.0  # without writes after a disk has failed
 
 
-class _Fetch(NamedTuple):
-    """A block that is being fetched, and the jobs that wait for it."""
+class _Fetch(Struct, eq=False):
+    """A block that is being fetched, by whose storage, and the jobs that wait for it."""
 
     task: asyncio.Task[None]
     claims: Claims
+    storage: Storage
 
 
 class NodeCache:
@@ -79,6 +82,8 @@ class NodeCache:
         self._counts = counts
         self._placement = Placement(memory_bytes, disk.free_bytes if disk else 0, counts)
         self._memory = BlockMemory(memory_bytes)
+        self._volumes: WeakValueDictionary[tuple[str, bytes], Volume] = WeakValueDictionary()
+        self._opening = asyncio.Lock()
         self._max_fetching_bytes = min(_MAX_FETCHING_BYTES, memory_bytes)
         self._fetching: dict[Key, _Fetch] = {}
         self._fetching_bytes = 0
@@ -100,52 +105,59 @@ class NodeCache:
         block_bytes: int,
         *,
         comes_together: bool = False,
-    ) -> Volume:
-        """The blocks of a dataset, with those that an earlier daemon left on disk."""
-        mirror = None
-        if self._writer and blocks.offsets()[-1]:
-            mirror = await self._writer.open_mirror(identity, blocks)
-        volume = Volume(
-            storage, blocks, block_bytes, mirror, self._memory, comes_together=comes_together
-        )
-        if self._writer and mirror:
-            self._writer.adopt(volume, mirror)
-        return volume
+    ) -> View:
+        """The blocks of a dataset, with those that an earlier daemon left on disk.
 
-    async def read(self, volume: Volume, reads: Reads) -> None:
+        Datasets with one identity and the same blocks share them, also if one is opened twice.
+        """
+        key = identity, await compute(blocks.digest)
+        async with self._opening:
+            volume = self._volumes.get(key)
+            if volume is None:
+                mirror = None
+                if self._writer and blocks.offsets()[-1]:
+                    mirror = await self._writer.open_mirror(identity, blocks)
+                volume = self._volumes[key] = Volume(blocks, mirror, self._memory)
+                if self._writer and mirror:
+                    self._writer.adopt(volume, mirror)
+        return View(volume, storage, block_bytes, comes_together)
+
+    async def read(self, view: View, reads: Reads) -> None:
         """Do reads, from present or admitted blocks, or else from the storage."""
+        volume = view.volume
         blocks = volume.map.blocks_of(reads)
-        volume.follow(reads)
+        volume.follow(reads, view.block_bytes)
         num_samples = 1 + np.count_nonzero(np.diff(reads.sample))
         self._placement.count_samples(num_samples / max(1, volume.num_jobs))
         present = (blocks >= 0) & (volume.tier[blocks] >= Tier.MEMORY)
         on_disk = present & volume.on_disk[blocks]
         async with asyncio.TaskGroup() as group:
-            self._copy_present(group, volume, blocks, reads, np.flatnonzero(present & ~on_disk))
+            self._copy_present(group, view, blocks, reads, np.flatnonzero(present & ~on_disk))
             past = [np.flatnonzero(blocks < 0)]
             missed = np.flatnonzero((blocks >= 0) & ~present)
             # Misses come before blocks on disk, because they may evict the memory of those.
-            for arriving, which in self._arriving(volume, blocks, reads, missed):
+            for arriving, which in self._arriving(view, blocks, reads, missed):
                 if arriving:
                     copying = group.create_task(
-                        self._copy_after(arriving, volume, blocks[which], reads.part(which))
+                        self._copy_after(arriving, view, blocks[which], reads.part(which))
                     )
                     self._pin(volume, np.unique(blocks[which]), copying)
                 else:
                     past.append(which)
-            self._copy_present(group, volume, blocks, reads, np.flatnonzero(on_disk))
+            self._copy_present(group, view, blocks, reads, np.flatnonzero(on_disk))
             beside = np.concatenate(past)
             if beside.size:
-                group.create_task(self._read_past(volume, reads.part(beside)))
+                group.create_task(self._read_past(view, reads.part(beside)))
 
-    def expect(self, volume: Volume, blocks: Integers, flow: Flow) -> None:
+    def expect(self, view: View, blocks: Integers, flow: Flow) -> None:
         """Fetch blocks before they are read, in this order, as memory becomes free."""
+        volume = view.volume
         fits = volume.memory_sizes[blocks] <= self.memory_bytes
         for block in blocks[fits & (volume.tier[blocks] == Tier.ABSENT)].tolist():
             if fetch := self._fetching.get((volume, block)):
                 fetch.claims.join(flow, _AFTER_ALL_READS)
             else:
-                self._begin(volume, block, flow, _AFTER_ALL_READS, None)
+                self._begin(view, block, flow, _AFTER_ALL_READS, None)
 
     async def close(self) -> None:
         """Stop fetching and writing, and release the folder of the disk cache."""
@@ -159,7 +171,7 @@ class NodeCache:
     def _copy_present(
         self,
         group: asyncio.TaskGroup,
-        volume: Volume,
+        view: View,
         blocks: Integers,
         reads: Reads,
         present: Integers,
@@ -168,44 +180,46 @@ class NodeCache:
 
         The blocks are pinned until it is done.
         """
+        volume = view.volume
         self._counts.num_hits += present.size
         for tier in (Tier.MEMORY, Tier.DISK):
             which = present[volume.tier[blocks[present]] == tier]
             if which.size:
                 copying = group.create_task(
-                    self._copy(tier, volume, blocks[which], reads.part(which))
+                    self._copy(tier, view, blocks[which], reads.part(which))
                 )
                 self._pin(volume, np.unique(blocks[which]), copying)
 
     def _arriving(
-        self, volume: Volume, blocks: Integers, reads: Reads, missed: Integers
+        self, view: View, blocks: Integers, reads: Reads, missed: Integers
     ) -> Iterator[tuple[_Fetch | None, Integers]]:
         """The fetches of absent blocks, and which reads wait for each; None: past the cache.
 
         Where blocks come together, a task for each would cost more than reading it.
         """
-        if volume.comes_together:
-            self._begin_together(volume, np.unique(blocks[missed]), reads)
+        if view.comes_together:
+            self._begin_together(view, np.unique(blocks[missed]), reads)
         waiting: dict[_Fetch | None, list[Integers]] = {}
         order = missed[np.argsort(blocks[missed], kind="stable")]
         for which in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
             if len(which):
-                fetch = self._arriving_block(volume, int(blocks[which[0]]), reads, len(which))
+                fetch = self._arriving_block(view, int(blocks[which[0]]), reads, len(which))
                 waiting.setdefault(fetch, []).append(which)
         for fetch, its in waiting.items():
             yield fetch, np.concatenate(its)
 
     def _arriving_block(
-        self, volume: Volume, block: int, reads: Reads, num_reads: int
+        self, view: View, block: int, reads: Reads, num_reads: int
     ) -> _Fetch | None:
         """The fetch of an absent block; None if its bytes are read past the cache."""
+        volume = view.volume
         fetch = self._fetching.get((volume, block))
         if fetch:
             self._counts.num_joined += num_reads
             fetch.claims.join(reads.flow, reads.urgency)
             return fetch
         self._counts.num_misses += num_reads
-        may_fit = not volume.comes_together and volume.memory_sizes[block] <= self.memory_bytes
+        may_fit = not view.comes_together and volume.memory_sizes[block] <= self.memory_bytes
         is_admitted = may_fit and (
             reads.block_bytes
             or self._reserve(volume, block, Need.BY_NEXT_USE)
@@ -214,20 +228,21 @@ class NodeCache:
         )
         if not is_admitted:
             return None
-        return self._begin(volume, block, reads.flow, reads.urgency, reads.delays)
+        return self._begin(view, block, reads.flow, reads.urgency, reads.delays)
 
     def _begin(
-        self, volume: Volume, block: int, flow: Flow, urgency: int, delays: Delays | None
+        self, view: View, block: int, flow: Flow, urgency: int, delays: Delays | None
     ) -> _Fetch:
         claims = Claims(flow, urgency)
-        fetching = self._fetch(volume, block, claims, delays)
+        fetching = self._fetch(view, block, claims, delays)
         arriving = asyncio.create_task(fetching, name="fetch block")
         arriving.add_done_callback(_retrieve_error)
-        fetch = self._fetching[volume, block] = _Fetch(arriving, claims)
+        fetch = self._fetching[view.volume, block] = _Fetch(arriving, claims, view.storage)
         return fetch
 
-    def _begin_together(self, volume: Volume, blocks: Integers, reads: Reads) -> None:
+    def _begin_together(self, view: View, blocks: Integers, reads: Reads) -> None:
         """Fetch absent blocks by one read for all of them, as far as they are admitted."""
+        volume = view.volume
         fresh = [
             block
             for block in blocks.tolist()
@@ -239,22 +254,22 @@ class NodeCache:
         self._counts.num_misses += len(fresh)
         self._counts.num_joined -= len(fresh)  # they will be found as if others had begun them
         claims = Claims(reads.flow, reads.urgency)
-        fetching = self._fetch_together(volume, fresh, claims, reads.delays)
+        fetching = self._fetch_together(view, fresh, claims, reads.delays)
         arriving = asyncio.create_task(fetching, name="fetch samples")
         arriving.add_done_callback(_retrieve_error)
         self._fetching |= dict.fromkeys(
-            [(volume, each) for each in fresh], _Fetch(arriving, claims)
+            [(volume, each) for each in fresh], _Fetch(arriving, claims, view.storage)
         )
 
     async def _fetch_together(
-        self, volume: Volume, blocks: list[int], claims: Claims, delays: Delays | None
+        self, view: View, blocks: list[int], claims: Claims, delays: Delays | None
     ) -> None:
         """Fetch blocks with reserved memory; none is kept if one of them fails."""
         try:
-            await self._fill(volume, blocks, claims, delays)
+            await self._fill(view, blocks, claims, delays)
         finally:
             for block in blocks:
-                del self._fetching[volume, block]
+                del self._fetching[view.volume, block]
 
     def _reserve(self, volume: Volume, block: int, need: Need) -> bool:
         """Reserve memory for a block, if it is admitted and not too much is being fetched."""
@@ -266,33 +281,32 @@ class NodeCache:
         self._fetching_bytes += num_bytes
         return True
 
-    async def _fetch(
-        self, volume: Volume, block: int, claims: Claims, delays: Delays | None
-    ) -> None:
+    async def _fetch(self, view: View, block: int, claims: Claims, delays: Delays | None) -> None:
         """Fetch a block, unless there is no room for it and never will be."""
+        volume = view.volume
         try:
             if volume.tier[block] != Tier.FETCHING and not await self._wait_for_room(
                 volume, block, claims
             ):
                 return
             try:
-                await self._fill(volume, [block], claims, delays)
+                await self._fill(view, [block], claims, delays)
             finally:
                 self._fetching_bytes -= int(volume.memory_sizes[block])
         finally:
             del self._fetching[volume, block]
 
     async def _fill(
-        self, volume: Volume, blocks: list[int], claims: Claims, delays: Delays | None
+        self, view: View, blocks: list[int], claims: Claims, delays: Delays | None
     ) -> None:
         """Read blocks into their memory by one read, and begin to write them to disk."""
-        is_whole = False
+        volume, is_whole = view.volume, False
         try:
             shards, starts = volume.map.shard[blocks].tolist(), volume.map.start[blocks].tolist()
             whole = Reads.into([volume.allocate(block) for block in blocks], shards, starts)
             flow, urgency = claims.first
             whole = replace(whole, flow=flow, urgency=urgency, claims=claims, delays=delays)
-            await volume.storage.read(whole)
+            await view.storage.read(whole)
             is_whole = True
         finally:
             for block in blocks:
@@ -320,24 +334,24 @@ class NodeCache:
         return True
 
     async def _copy_after(
-        self, arriving: _Fetch, volume: Volume, blocks: Integers, reads: Reads
+        self, arriving: _Fetch, view: View, blocks: Integers, reads: Reads
     ) -> None:
         """Copy out of one block once it is present; if there was no room, read past it."""
         with reads.claimed().told(arriving.claims.join):
             try:
                 await asyncio.shield(arriving.task)
             except GyreError:
-                if not volume.comes_together:
-                    raise  # otherwise it may be the error of another sample
-        tier = Tier(volume.tier[blocks[0]])
+                if not view.comes_together and arriving.storage is view.storage:
+                    raise  # otherwise it may be the error of another sample, or of another's key
+        tier = Tier(view.volume.tier[blocks[0]])
         if tier >= Tier.MEMORY:
-            await self._copy(tier, volume, blocks, reads)
+            await self._copy(tier, view, blocks, reads)
         else:
-            await self._read_past(volume, reads)
+            await self._read_past(view, reads)
 
-    async def _read_past(self, volume: Volume, reads: Reads) -> None:
+    async def _read_past(self, view: View, reads: Reads) -> None:
         self._counts.num_past += len(reads)
-        await volume.storage.read(reads)
+        await view.storage.read(reads)
 
     def _pin(self, volume: Volume, blocks: Integers, task: asyncio.Task[None]) -> None:
         """Keep distinct blocks in their tiers until a task is done, even if it never begins."""
@@ -349,8 +363,9 @@ class NodeCache:
         volume.num_pins[blocks] += 1
         task.add_done_callback(unpin)
 
-    async def _copy(self, tier: Tier, volume: Volume, blocks: Integers, reads: Reads) -> None:
+    async def _copy(self, tier: Tier, view: View, blocks: Integers, reads: Reads) -> None:
         """Copy out of pinned blocks of one tier; damaged ones are fetched again."""
+        volume = view.volume
         self._num_copying += 1
         damaged: set[int] = set()
         try:
@@ -363,7 +378,7 @@ class NodeCache:
             self._freed.set()
         self._placement.count_copied(volume, blocks, reads.size)
         if damaged:
-            await self.read(volume, reads.part(np.flatnonzero(np.isin(blocks, list(damaged)))))
+            await self.read(view, reads.part(np.flatnonzero(np.isin(blocks, list(damaged)))))
 
     async def _copy_memory(self, volume: Volume, blocks: Integers, reads: Reads) -> None:
         sources = volume.sources(blocks, reads)
@@ -598,7 +613,7 @@ class CachedStorage:
         self._by_sample = by_sample
         self._shared_bytes = 1 if by_sample else shared_block_bytes(storage.shards)
         self._passes_local = passes_local
-        self._volumes: dict[int, asyncio.Task[Volume]] = {}  # by block size
+        self._views: dict[int, asyncio.Task[View]] = {}  # by block size
 
     @property
     def is_node_local(self) -> bool:
@@ -607,8 +622,8 @@ class CachedStorage:
             opening.done()
             and not opening.cancelled()
             and not opening.exception()
-            and opening.result().is_complete
-            for opening in self._volumes.values()
+            and opening.result().volume.is_complete
+            for opening in self._views.values()
         )
 
     @property
@@ -635,14 +650,14 @@ class CachedStorage:
         self._bounds.check(reads)
         reads = reads.nonempty()
         if len(reads):
-            volume = await self._volume(reads.block_bytes or self._shared_bytes)
-            await self._cache.read(volume, reads)
+            view = await self._view(reads.block_bytes or self._shared_bytes)
+            await self._cache.read(view, reads)
 
     async def expect(self, block_bytes: int, blocks: Integers, flow: Flow) -> None:
         """See `BlockCache.expect`."""
         if self.is_bypassed:
             return
-        self._cache.expect(await self._volume(block_bytes), blocks, flow)
+        self._cache.expect(await self._view(block_bytes), blocks, flow)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`; the cache keeps nothing of it."""
@@ -656,36 +671,37 @@ class CachedStorage:
         """See `Storage.local_file`."""
         return self._storage.local_file(shard)
 
-    async def _volume(self, block_bytes: int) -> Volume:
+    async def _view(self, block_bytes: int) -> View:
         """The blocks of a size; the first read opens them for all."""
         block_bytes = self._block_bytes or block_bytes
-        opening = self._volumes.get(block_bytes)
+        opening = self._views.get(block_bytes)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
-            opening = self._volumes[block_bytes] = asyncio.create_task(self._open(block_bytes))
+            opening = self._views[block_bytes] = asyncio.create_task(self._open(block_bytes))
         return await asyncio.shield(opening)
 
-    async def _open(self, block_bytes: int) -> Volume:
+    async def _open(self, block_bytes: int) -> View:
         identity = await compute(_identity, self._location, self.shards)
         blocks = await compute(self._block_map, block_bytes)
-        volume = await self._cache.open_volume(
+        view = await self._cache.open_volume(
             identity,
             self._storage,
             blocks,
             block_bytes,
             comes_together=self._by_sample and block_bytes == self._shared_bytes,
         )
-        too_large = volume.memory_sizes > self._cache.memory_bytes
+        sizes = view.volume.memory_sizes
+        too_large = sizes > self._cache.memory_bytes
         if too_large.any():
             facts = {
                 "dataset": self._location,
                 "cache_memory_bytes": self._cache.memory_bytes,
-                "largest_block_bytes": int(volume.memory_sizes.max()),
+                "largest_block_bytes": int(sizes.max()),
                 "blocks": f"{np.count_nonzero(too_large)} of {len(too_large)} are larger",
                 "reason": "every read of such a block (a row group, a chunk) fetches and decodes "
                 "it again; set cache_memory to several times the largest, or write smaller ones",
             }
             log_event("cache_memory is below one block", facts, logging.WARNING)
-        return volume
+        return view
 
 
 def shared_block_bytes(shards: Sequence[Shard]) -> int:

@@ -164,16 +164,13 @@ class Tier(IntEnum):
 
 
 class Volume:
-    """The M blocks of a dataset.
+    """M blocks, which several datasets may have.
 
     Attributes:
-        storage: where they come from.
-        map: where they lie there.
-        block_bytes: about how large they are.
+        map: where they lie in the shards.
         sizes: int64 [M], in bytes.
         memory_sizes: int64 [M], the bytes that each takes in memory.
         disk_sizes: int64 [M], the bytes that each takes on disk.
-        comes_together: whether blocks that are missed together are fetched by one read.
         mirror: the blocks on disk; None without a disk cache.
         tier: uint8 [M], the best tier that has each block; changed by `move`.
         num_present: how many are in memory or on disk.
@@ -184,20 +181,8 @@ class Volume:
         used_bytes: int64 [M], the bytes copied out of each block since it was last looked at.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        blocks: BlockMap,
-        block_bytes: int,
-        mirror: Mirror | None,
-        memory: BlockMemory,
-        *,
-        comes_together: bool = False,
-    ) -> None:
-        self.storage = storage
-        self.comes_together = comes_together
+    def __init__(self, blocks: BlockMap, mirror: Mirror | None, memory: BlockMemory) -> None:
         self.map = blocks
-        self.block_bytes = block_bytes
         self.sizes = blocks.sizes()
         self.memory_sizes = whole_pages(self.sizes)
         self.disk_sizes = np.diff(blocks.offsets())
@@ -211,7 +196,7 @@ class Volume:
         self._memory = memory
         self._cells: dict[int, Cell] = {}
         self._addresses = np.zeros(blocks.num_blocks, np.uint64)
-        self._jobs: list[WeakMethod[NextUse]] = []
+        self._jobs: list[tuple[WeakMethod[NextUse], int]] = []
 
     @property
     def num_jobs(self) -> int:
@@ -223,11 +208,11 @@ class Volume:
         """Whether every block is present."""
         return self.num_present == self.map.num_blocks
 
-    def follow(self, reads: Reads) -> None:
-        """Remember the future of a job; forget jobs that have ended."""
-        if reads.next_use and not any(job() == reads.next_use for job in self._jobs):
-            self._jobs = [job for job in self._jobs if job()]
-            self._jobs.append(WeakMethod(reads.next_use))
+    def follow(self, reads: Reads, block_bytes: int) -> None:
+        """Remember the future of a job, to which the blocks have this size; forget ended jobs."""
+        if reads.next_use and not any(job() == reads.next_use for job, _ in self._jobs):
+            self._jobs = [each for each in self._jobs if each[0]()]
+            self._jobs.append((WeakMethod(reads.next_use), block_bytes))
 
     def distances(self, blocks: Integers) -> Integers:
         """int64 [n], in how many samples from now the next job reads each block.
@@ -235,11 +220,11 @@ class Volume:
         The number of all blocks if no job's future is known.
         """
         nearest = np.full(len(blocks), NEVER)
-        futures = [next_use for job in self._jobs if (next_use := job())]
+        futures = [(next_use, size) for job, size in self._jobs if (next_use := job())]
         if not futures:
             return np.full(len(blocks), self.map.num_blocks)
-        for next_use in futures:
-            nearest = np.minimum(nearest, next_use(self.block_bytes, blocks))
+        for next_use, block_bytes in futures:
+            nearest = np.minimum(nearest, next_use(block_bytes, blocks))
         return nearest
 
     def move(self, block: int, tier: Tier) -> None:
@@ -275,6 +260,22 @@ class Volume:
     def within(self, blocks: Integers, reads: Reads) -> Integers:
         """int64 [n], where each read begins in its block."""
         return reads.start - self.map.start[blocks]
+
+
+class View(Struct, frozen=True):
+    """One dataset's way to a volume.
+
+    Attributes:
+        volume: has the blocks.
+        storage: where the dataset finds their bytes, with its own credentials.
+        block_bytes: about how large the blocks are, as the dataset's jobs ask for them.
+        comes_together: whether blocks that are missed together are fetched by one read.
+    """
+
+    volume: Volume
+    storage: Storage
+    block_bytes: int
+    comes_together: bool
 
 
 Key = tuple[Volume, int]
