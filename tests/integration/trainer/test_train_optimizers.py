@@ -11,6 +11,8 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import Adafactor, AdamW8bit, Muon, rotate, stochastically_rounded
 from gyre_trainer.training.history import committed
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.train_jobs import TINY_GPT, Jobs, tiny_run
 
@@ -65,3 +67,15 @@ def test_a_backward_over_the_values_before_a_step_is_refused(kind: Any) -> None:
             loss.backward()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_rank_without_a_matrix_sends_nothing_from_the_device_of_the_others() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        local = torch.empty(2, 4, device="meta")
+        matrix = nn.Parameter(DTensor.from_local(local, make_mesh("cpu"), [Shard(0)]))
+        matrix.grad = torch.zeros_like(matrix)
+        Muon([matrix], lr=0.1).step()
+    finally:
+        dist.destroy_process_group()
+    assert matrix._version == 1

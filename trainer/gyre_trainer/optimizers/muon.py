@@ -167,9 +167,9 @@ def _step_together(matrices: Sequence[_Matrix | None], group: dist.ProcessGroup)
     own = matrices[rank]
     mine = [[0] if each is None else each.shape_on(rank, num_ranks) for each in matrices]
     of_own = [[0] if own is None else own.shape_on(other, num_ranks) for other in range(num_ranks)]
-    parts = _exchanged(
-        [each.update() if each else torch.empty(0) for each in matrices], of_own, group
-    )
+    device = next(each.gradient.device for each in matrices if each)
+    nothing = torch.empty(0, device=device)
+    parts = _exchanged([each.update() if each else nothing for each in matrices], of_own, group)
     if own is not None:
         dim = own.shard.dim
         assert dim is not None
