@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
-from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import RotationPolicy, causal_loss, rotate_all
 from gyre_trainer.rotation.rule import Rule
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.refusals.refused_modules import told
 from tests.distributed.training import bytes_of_embedding
 
 Rules = dict[type[nn.Module] | str, Rule | None]
@@ -170,14 +170,6 @@ def test_peft_saves_and_loads_what_was_trained(ranks: StartRanks, tmp_path: Path
         torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-7)
 
 
-def refusal(program: Any) -> str:
-    try:
-        program()
-    except RotationError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def magnitudes() -> None:
     import peft
 
@@ -202,5 +194,5 @@ def adapters_inside_a_block() -> None:
 def test_adapters_that_cannot_be_trained_are_refused(
     ranks: StartRanks, program: Any, words: list[str]
 ) -> None:
-    for found in ranks(2).run(refusal, program):
+    for found in ranks(2).run(told, program):
         assert all(word in found for word in words), found

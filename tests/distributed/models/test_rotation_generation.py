@@ -6,7 +6,7 @@ import pytest
 import torch
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import register_forward_method, rotate_all
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks
@@ -42,6 +42,8 @@ def with_a_cache() -> None:
     assert model(input_ids=PROMPT).past_key_values is None  # as in training
     with pytest.raises(RotationError, match=r"called with a DynamicCache.*use_cache=False"):
         text(model)
+    register_forward_method(model, "get_input_embeddings")  # which takes no use_cache
+    assert model.get_input_embeddings() is model.model.embed_tokens
 
 
 def test_blocks_make_no_cache_by_default_and_refuse_one(ranks: StartRanks) -> None:

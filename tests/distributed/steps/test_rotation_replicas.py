@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate, rotate_all
 from gyre_trainer.shards.layout import local_of
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.refusals.refused_modules import told
 from tests.distributed.steps.test_rotation_checkpoint import VARIANTS, train_between
 from tests.distributed.training import (
     GATED_GROUPED,
@@ -69,14 +69,6 @@ def test_replicas_that_train_different_modules_average_zeros(ranks: StartRanks) 
     for one, other in ranks(4).run(gradients_of_layers_of_their_own):
         assert torch.equal(one, torch.ones(4, 4))
         assert torch.equal(other, torch.ones(4, 4))
-
-
-def refusal(program: Any) -> str:
-    try:
-        program()
-    except RotationError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 def shards_of_their_own() -> None:
@@ -142,5 +134,5 @@ def frozen_on_one_replica() -> None:
 def test_replicas_never_differ_in_silence(
     ranks: StartRanks, program: Any, words: list[str]
 ) -> None:
-    for found in ranks(4).run(refusal, program):
+    for found in ranks(4).run(told, program):
         assert all(word in found for word in words), found

@@ -256,7 +256,8 @@ def _without_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call a model without a cache of keys and values where the caller says nothing of one."""
     given = kwargs.get("use_cache"), kwargs.get("past_key_values")
-    forward: Any = own_class(module).forward  # type: ignore[attr-defined]
+    # `register_forward_method` puts its method there
+    forward: Any = vars(module).get("forward", own_class(module).forward)  # type: ignore[attr-defined]
     if given != (None, None) or "use_cache" not in signature(forward).parameters:
         return None
     return args, kwargs | {"use_cache": False}
