@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
+from gyre_trainer.comm.identity import with_room
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotation.rotated_module import RotatedModule
@@ -118,9 +119,7 @@ class QuantizedShards(ShardedParameters):
         self.layout = Layout(tuple(cuts), num_slices)
         self.digests = [0] * len(cuts)
         self._kinds = [(local.dtype, local.shape) for _, local in sources]
-        self.flat = torch.empty(
-            self.layout.numel(rank), dtype=torch.uint8, device=plain.flat.device
-        )
+        self.flat = with_room(self.layout.numel(rank), torch.uint8, plain.flat.device)
         mesh = _dtensor(plain.parameters[0]).device_mesh
         self.parameters = []
         for view, (_, local) in zip(self.views(self.flat), sources, strict=True):
