@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -398,7 +398,6 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             if not isinstance(child, ReplicatedModule):
                 mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
-            _name_registration(child)
     sharded = {
         found: name
         for name, parameter in module.named_parameters()
@@ -591,36 +590,6 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     if not hasattr(model, "grad_averaging") and not isinstance(model, ReplicatedModule):
         raise RotationError(f"{kind} is not rotated. First call rotate_all")
     vars(model)[name] = partial(_in_forward, model, name)
-
-
-def _name_registration(module: nn.Module) -> None:
-    """Let methods that read the module's own parameters name `register_forward_method`."""
-    own = {name.partition(".")[0] for name, *_ in own_parameters(module)}
-    for cls in own_class(module).__mro__:
-        for name, method in vars(cls).items() if issubclass(cls, nn.Module) else ():
-            is_known = name.startswith("_") or hasattr(nn.Module, name) or name in vars(module)
-            if is_known or not isinstance(method, FunctionType):
-                continue
-            if own & {*method.__code__.co_names}:
-                vars(module)[name] = partial(_outside_of_forward, module, name)
-
-
-def _outside_of_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Stands in the place of a method that reads parameters of a rotated model.
-
-    Raises:
-        RotationError: they are DTensors, because no forward runs.
-    """
-    kind = own_class(module)
-    try:
-        return getattr(kind, name)(module, *args, **kwargs)
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise RotationError(
-            f"{kind.__name__}.{name} reads parameters of a rotated model outside of its forward. "
-            f"Call register_forward_method(module, {name!r}) once before, or read full_tensor()"
-        ) from error
 
 
 @uncompiled
