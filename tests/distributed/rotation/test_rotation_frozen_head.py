@@ -22,8 +22,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"reduction": "mean"},
     "sum": {"reduction": "sum"},
     "capped": {"reduction": "none", "soft_cap": 0.3},
-    "z-loss": {"reduction": "none", "z_loss": 0.03},
-    "all": {"reduction": "none", "z_loss": 0.03, "soft_cap": 0.3},
 }
 
 
@@ -40,7 +38,6 @@ def plain(head: nn.Linear, x: Tensor, targets: Tensor, options: dict[str, Any]) 
     if "soft_cap" in options:
         logits = (logits / 0.3).tanh() * 0.3
     losses: Tensor = F.cross_entropy(logits, targets, reduction="none")
-    losses = losses + options.get("z_loss", 0.0) * logits.logsumexp(-1).square() * (targets >= 0)
     match options["reduction"]:
         case "none":
             return losses

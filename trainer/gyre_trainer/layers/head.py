@@ -18,10 +18,9 @@ Dims: T tokens, D features, V classes of the slice, S statistics.
 The loss, log-probabilities and entropy of a linear head, by slices of the vocabulary.
 
 The logits of all tokens and classes never exist. A loss needs two or three numbers of each token's
-logits: the log of the sum of their exponentials, the target's logit, and for label smoothing their
-sum, or for the entropy their mean by probability. Each slice gives those of its own classes; they
-are reduced exactly, and the loss is computed from them. In backward a slice computes its logits
-again, unless the head is frozen.
+logits: the log of the sum of their exponentials, the target's logit, and for the entropy their mean
+by probability. Each slice gives those of its own classes; they are reduced exactly, and the loss is
+computed from them. In backward a slice computes its logits again, unless the head is frozen.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,9 +57,6 @@ from gyre_trainer.whole.replicated import ReplicatedModule
 # idle, and its host behind.
 _MAX_LOGITS = 2**23
 _MIN_ROWS_ON_CUDA = 1_024
-
-Extra = Literal["none", "sum", "mean"]
-"""A third statistic: the sum of the logits, or their mean by the probability of their classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +163,9 @@ class GradientAhead:
         shares_T1 = shares_T1.masked_fill(elsewhere_T[:, None], 0)
         self.target_TD[chunk] += rows_TD.mul_(shares_T1.to(rows_TD.dtype))
 
-    def attach(self, x_TD: Tensor, losses_T: Tensor, of_log_sum_exp_T: Tensor | float) -> Tensor:
-        """The losses, in a graph in which each one's gradient reaches its token's ``x_TD``.
-
-        Args:
-            x_TD: the head's input.
-            losses_T: the derivative by the target's logit is -1.
-            of_log_sum_exp_T: their derivatives by the log-sum-exp.
-        """
-        gradient_TD = self.mean_TD
-        if isinstance(of_log_sum_exp_T, Tensor):
-            gradient_TD *= of_log_sum_exp_T[:, None].to(gradient_TD.dtype)
-        gradient_TD -= self.target_TD
+    def attach(self, x_TD: Tensor, losses_T: Tensor) -> Tensor:
+        """The losses, in a graph in which each one's gradient reaches its token's ``x_TD``."""
+        gradient_TD = self.mean_TD.sub_(self.target_TD)
         losses: Tensor = _Known.apply(x_TD, losses_T, gradient_TD)  # type: ignore[no-untyped-call]
         return losses
 
@@ -204,19 +191,19 @@ class Asked:
     """What is asked of each slice.
 
     Attributes:
-        extra: the third statistic.
+        with_mean: whether for a third statistic, the mean of the logits by their probability.
         transform: what is done to the logits before.
         ahead: takes the slice's share of the input's gradient; None where backward computes that.
     """
 
-    extra: Extra = "none"
+    with_mean: bool = False
     transform: LogitTransform = LogitTransform()
     ahead: GradientAhead | None = None
 
     @property
     def num_statistics(self) -> int:
         """How many numbers each token has."""
-        return 2 + (self.extra != "none")
+        return 2 + self.with_mean
 
 
 def statistics_of(
@@ -227,7 +214,7 @@ def statistics_of(
     asked: Asked,
     deferred: DeferredGrads | None = None,
 ) -> Tensor:
-    """Statistics [S, T] of a slice: its log-sum-exp, the target's logit or 0, the third one."""
+    """Statistics [S, T] of a slice: its log-sum-exp, the target's logit or 0, the mean."""
     x_TD, targets_T, counted_T = inputs
     if classes.start == classes.stop:
         nothing = x_TD.new_zeros(asked.num_statistics, len(x_TD), dtype=wide(x_TD.dtype))
@@ -263,14 +250,12 @@ class _Statistics(torch.autograd.Function):
     ) -> Tensor:
         statistics_ST = x_TD.new_empty(asked.num_statistics, len(x_TD), dtype=wide(x_TD.dtype))
         transform, ahead = asked.transform, asked.ahead
-        num_copies = asked.extra == "mean" or (ahead and transform.soft_cap is not None)
+        num_copies = asked.with_mean or (ahead and transform.soft_cap is not None)
         for chunk in _chunks(x_TD, len(weight_VD) * (1 + bool(num_copies))):
             logits_TV = transform.apply_(_logits(x_TD[chunk], weight_VD, bias_V))
             own_T, targets_T1 = logits_TV.logsumexp(1), logits_TV.gather(1, places_T[chunk, None])
             statistics_ST[0, chunk], statistics_ST[1, chunk] = own_T, targets_T1.squeeze(1)
-            if asked.extra == "sum":
-                statistics_ST[2, chunk] = logits_TV.sum(1)
-            elif asked.extra == "mean":
+            if asked.with_mean:
                 statistics_ST[2, chunk] = _mean_by_probability(logits_TV, own_T)
             if ahead:
                 shares_T1 = transform.differentiate_(torch.ones_like(targets_T1), targets_T1)
@@ -321,7 +306,7 @@ def _differentiate(
     x_TD, weight_VD, bias_V, places_T, elsewhere_T, own = saved
     log_sum_exp_T1, transform = own[0, :, None], asked.transform
     grad_target_T1 = grad_ST[1].masked_fill(elsewhere_T, 0)[:, None]
-    capped, with_mean = transform.soft_cap is not None, asked.extra == "mean"
+    capped, with_mean = transform.soft_cap is not None, asked.with_mean
 
     def of_chunk(chunk: slice) -> Tensor:
         logits_TV = transform.apply_(_logits(x_TD[chunk], weight_VD, bias_V))
@@ -336,8 +321,6 @@ def _differentiate(
         else:
             grads_TV.mul_(of_log_sum_exp_T1)
         grads_TV.scatter_add_(1, places_T[chunk, None], grad_target_T1[chunk])
-        if asked.extra == "sum":
-            grads_TV += grad_ST[2, chunk, None]
         return transform.differentiate_(grads_TV, logits_TV).to(x_TD.dtype)
 
     for chunk in _chunks(x_TD, len(weight_VD) * (1 + capped + with_mean)):
@@ -399,8 +382,6 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: Reduction = "mean",
     scale: float = 1.0,
     soft_cap: float | None = None,
@@ -415,10 +396,6 @@ def linear_cross_entropy(
         x: features of shape (..., D), of the layer's dtype.
         targets: integers of shape (...): classes, or `ignore_index` for tokens without a loss.
         ignore_index: the target of tokens that have no loss.
-        label_smoothing: in [0, 1]; this share of the target's probability is spread evenly over all
-            classes.
-        z_loss: the factor of the square of the log-sum-exp that is added to each loss (arXiv
-            2204.02311).
         reduction: "mean" over the tokens that are not ignored (NaN where all are), "sum", or
             "none": each token's own loss, 0 where it is ignored.
         scale: multiplies the logits, as Cohere's `logit_scale`, or one by a temperature.
@@ -440,14 +417,13 @@ def linear_cross_entropy(
     """
     counted = targets.flatten() != ignore_index
     inputs = x.flatten(0, -2), targets.flatten(), counted
-    ahead = None if label_smoothing else _gradient_ahead(linear, inputs[0])
-    transform = LogitTransform(scale, soft_cap)
-    asked = Asked("sum" if label_smoothing else "none", transform, ahead)
+    ahead = _gradient_ahead(linear, inputs[0])
+    asked = Asked(transform=LogitTransform(scale, soft_cap), ahead=ahead)
     with torch.no_grad() if ahead else nullcontext():
-        statistics = _statistics(linear, inputs, asked)
-        losses = _losses(statistics, linear.out_features, label_smoothing, z_loss)
+        log_sum_exp, target = _statistics(linear, inputs, asked).unbind()
+        losses = log_sum_exp - target
     if ahead:
-        losses = ahead.attach(inputs[0], losses, 1 + 2 * z_loss * statistics[0] if z_loss else 1)
+        losses = ahead.attach(inputs[0], losses)
     losses = losses.masked_fill(~counted, 0)
     if reduction == "none":
         return losses.view(targets.shape)
@@ -488,22 +464,11 @@ def token_log_probs(
     """
     counted = targets.flatten() != ignore_index
     inputs = x.flatten(0, -2), targets.flatten(), counted
-    asked = Asked("mean" if entropy else "none", LogitTransform(scale, soft_cap))
+    asked = Asked(entropy, LogitTransform(scale, soft_cap))
     log_sum_exp, target, *mean = _statistics(linear, inputs, asked).unbind()
     log_probs = (target - log_sum_exp).masked_fill(~counted, 0)
     entropies = (log_sum_exp - mean[0]).view(targets.shape) if entropy else None
     return TokenLogProbs(log_probs.view(targets.shape), log_sum_exp.view(targets.shape), entropies)
-
-
-def _losses(
-    statistics_ST: Tensor, num_classes: int, label_smoothing: float, z_loss: float
-) -> Tensor:
-    """The loss of each token."""
-    log_sum_exp, target, *rest = statistics_ST.unbind()
-    losses = log_sum_exp - (1 - label_smoothing) * target
-    if label_smoothing:
-        losses = losses - label_smoothing / num_classes * rest[0]
-    return losses + z_loss * log_sum_exp.square() if z_loss else losses
 
 
 def _gradient_ahead(linear: nn.Linear, x_TD: Tensor) -> GradientAhead | None:
@@ -530,7 +495,7 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
     if isinstance(linear, RotatedModule):
         ids_T = targets_T.where(counted_T, 0)
         require_ids(linear.rotation, ids_T, linear.out_features, "target", where)
-        rule = StatisticsRule(linear.out_features, asked.extra)
+        rule = StatisticsRule(linear.out_features, asked.with_mean)
         # not a field of the rule: a number that differs in each step would make another rule of it
         statistics: Tensor = run(linear.rotation_by(rule), inputs, {"asked": asked})
         return statistics
@@ -557,11 +522,11 @@ class StatisticsRule(Rule):
 
     Attributes:
         num_classes: output features of the whole layer.
-        extra: the third statistic.
+        with_mean: whether the mean by probability is a third statistic.
     """
 
     num_classes: int
-    extra: Extra
+    with_mean: bool
 
     recompute_pays: ClassVar[bool] = False  # backward computes the logits again anyway
     divisible: ClassVar[bool] = True
@@ -583,32 +548,28 @@ class StatisticsRule(Rule):
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype
     ) -> OutputReduction:
-        """Log-sum-exps and means are reduced to one; the other statistics add up."""
-        return _StatisticsReduction(with_mean=self.extra == "mean")
+        """Log-sum-exps and means are reduced to one; the targets' logits add up."""
+        return _StatisticsReduction()
 
 
 class _StatisticsReduction:
     """Reduces statistics [S, T] over the classes of all slices."""
 
-    def __init__(self, *, with_mean: bool) -> None:
-        self._with_mean = with_mean
+    def __init__(self) -> None:
         self._of_slices: dict[int, Tensor] = {}
         self._total: Tensor | None = None
         self._reduced = torch.empty(0)
 
     def add(self, index: int, output: Tensor) -> None:
         """Add the statistics of slice ``index``."""
-        self._of_slices[index] = output[0::2] if self._with_mean else output[:1]
+        self._of_slices[index] = output[0::2]
         if self._total is None:
             self._total = output.clone()
             return
-        before_T, sums = (
-            self._total[0].clone(),
-            self._total[1:2] if self._with_mean else self._total[1:],
-        )
+        before_T = self._total[0].clone()
         torch.logaddexp(before_T, output[0], out=self._total[0])
-        sums += output[1 : 1 + len(sums)]
-        if self._with_mean:
+        self._total[1] += output[1]
+        if len(output) > 2:
             share_T = (output[0] - self._total[0]).exp()
             self._total[2] += share_T * (output[2] - self._total[2])
 
@@ -616,7 +577,7 @@ class _StatisticsReduction:
         """The statistics over all classes."""
         total, self._total = self._total, None
         assert total is not None
-        self._reduced = total[0::2].clone() if self._with_mean else total[:1].clone()
+        self._reduced = total[0::2].clone()
         return total
 
     def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
@@ -624,7 +585,7 @@ class _StatisticsReduction:
         own, current = self._of_slices[index], grad.clone()
         share_T = (own[0] - self._reduced[0]).exp()
         current[0] *= share_T
-        if self._with_mean:
+        if len(current) > 2:
             current[2] *= share_T
             current[0] += current[2] * (own[1] - self._reduced[1])
         return current
