@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
+from gyre_trainer.layers.attention import Attention, AttentionRule
 from gyre_trainer.layers.experts import Experts, ExpertsRule
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
@@ -47,7 +47,7 @@ class BestFeature(nn.Linear):
 
 
 def fewer_heads_than_ranks() -> None:
-    rotate(Attention(12, Heads(1, 1)), mesh=make_mesh("cpu"), rule=AttentionRule(1))
+    rotate(Attention(12, 1, 1), mesh=make_mesh("cpu"), rule=AttentionRule(1))
 
 
 def rotate_twice() -> None:

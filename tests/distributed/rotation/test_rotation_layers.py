@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.layers.attention import Attention, Heads, rope_table
+from gyre_trainer.layers.attention import Attention, rope_table
 from gyre_trainer.layers.head import linear_cross_entropy
 from gyre_trainer.rotation.rule import RotationPolicy
 from torch import Tensor, nn
@@ -16,15 +16,12 @@ from tests.distributed.conftest import StartRanks
 NUM_TOKENS = 5
 
 
-def attention(
-    num_heads: int, num_kv_heads: int, *, bias: bool, causal: bool, rope: bool, padded: bool
-) -> Case:
-    module = Attention(num_heads * 4, Heads(num_heads, num_kv_heads), bias=bias, causal=causal)
-    table = rope_table(NUM_TOKENS, 4, 100.0, torch.device("cpu")) if rope else None
-    return Case(
-        module,
-        (torch.randn(BATCH, NUM_TOKENS, num_heads * 4), table, padding() if padded else None),
-    )
+def attention(num_heads: int, num_kv_heads: int, *, bias: bool, padded: bool) -> Case:
+    module = Attention(num_heads * 4, num_heads, num_kv_heads, bias=bias)
+    table = rope_table(NUM_TOKENS, 4, 100.0, torch.device("cpu"))
+    mask = ~padding()[:, None, None, :] | torch.eye(NUM_TOKENS, dtype=torch.bool)
+    x = torch.randn(BATCH, NUM_TOKENS, num_heads * 4)
+    return Case(module, (x, table, *([mask] if padded else [])))
 
 
 def padding() -> Tensor:
@@ -183,21 +180,13 @@ MULTIHEAD = [
     "keys and values of other sizes",
 ]
 CASES = {
-    "MHA, RoPE": partial(attention, 12, 12, bias=True, causal=True, rope=True, padded=False),
-    "MHA, padded": partial(attention, 12, 12, bias=False, causal=True, rope=True, padded=True),
-    "GQA, both ways, padded": partial(
-        attention, 24, 12, bias=True, causal=False, rope=False, padded=True
-    ),
-    "GQA, 2 kv heads for 12": partial(
-        attention, 12, 2, bias=True, causal=True, rope=True, padded=False
-    ),
-    "GQA, 6 kv heads for 12": partial(
-        attention, 12, 6, bias=False, causal=True, rope=True, padded=True
-    ),
-    "MQA": partial(attention, 12, 1, bias=True, causal=True, rope=True, padded=False),
-    "heads that no number divides": partial(
-        attention, 5, 5, bias=True, causal=True, rope=True, padded=True
-    ),
+    "MHA, RoPE": partial(attention, 12, 12, bias=True, padded=False),
+    "MHA, padded": partial(attention, 12, 12, bias=False, padded=True),
+    "GQA, padded": partial(attention, 24, 12, bias=True, padded=True),
+    "GQA, 2 kv heads for 12": partial(attention, 12, 2, bias=True, padded=False),
+    "GQA, 6 kv heads for 12": partial(attention, 12, 6, bias=False, padded=True),
+    "MQA": partial(attention, 12, 1, bias=True, padded=False),
+    "heads that no number divides": partial(attention, 5, 5, bias=True, padded=True),
     **{f"nn.MultiheadAttention, {case}": partial(multihead, case) for case in MULTIHEAD},
     "encoder layer, post-norm": partial(encoder, norm_first=False, batch_first=True),
     "encoder layer, pre-norm, batch in the middle": partial(

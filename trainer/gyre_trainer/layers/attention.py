@@ -40,19 +40,6 @@ from gyre_trainer.rotation.rule import (
 from gyre_trainer.shards.layout import Cut, Layout
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How a model's width is divided among heads.
-
-    Attributes:
-        num_heads: query heads.
-        num_kv_heads: key/value heads; each serves num_heads / num_kv_heads query heads.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-
-
 def rope_table(num_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
     """Rotary position embeddings (arXiv 2104.09864): cosines in the first half, then sines.
 
@@ -87,59 +74,36 @@ class Attention(nn.Module):
     slice.
     """
 
-    def __init__(self, dim: int, heads: Heads, *, bias: bool = False, causal: bool = True) -> None:
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, *, bias: bool = False) -> None:
+        """Each of ``num_kv_heads`` serves num_heads / num_kv_heads query heads."""
         super().__init__()
-        self.heads = heads
-        self.head_dim = dim // heads.num_heads
-        self.causal = causal
-        kv_dim = heads.num_kv_heads * self.head_dim
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = dim // num_heads
+        kv_dim = num_kv_heads * self.head_dim
         self.q = nn.Linear(dim, dim, bias=bias)
         self.k = nn.Linear(dim, kv_dim, bias=bias)
         self.v = nn.Linear(dim, kv_dim, bias=bias)
         self.o = nn.Linear(dim, dim, bias=bias)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        rope_TC: Tensor | None = None,
-        padding_BT: Tensor | None = None,
-        allowed_B1TT: Tensor | None = None,
-    ) -> Tensor:
-        """The output: each position attends to itself and those before; to all if not causal.
+    def forward(self, x_BTD: Tensor, rope_TC: Tensor, allowed_B1TT: Tensor | None = None) -> Tensor:
+        """The output: each position attends to itself and those before.
 
         Args:
             x_BTD: the input.
-            rope_TC: the table of `rope_table` for T positions; None for no rotary positions.
-            padding_BT: true at positions that no other may attend to; None for none.
-            allowed_B1TT: true where a position attends to another, in place of all that.
+            rope_TC: the table of `rope_table` for T positions.
+            allowed_B1TT: true where a position attends to another, in place of that.
         """
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for y in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         )
-        if rope_TC is not None:
-            q, k = _apply_rope(q, rope_TC), _apply_rope(k, rope_TC)
-        mask = allowed_B1TT
-        if mask is None and padding_BT is not None:
-            mask = self._mask(padding_BT)
-        causal, grouped = self.causal and mask is None, q.shape[1] != k.shape[1]
+        q, k = _apply_rope(q, rope_TC), _apply_rope(k, rope_TC)
+        causal, grouped = allowed_B1TT is None, q.shape[1] != k.shape[1]
         y_BHTC = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+            q, k, v, attn_mask=allowed_B1TT, is_causal=causal, enable_gqa=grouped
         )
         output: Tensor = self.o(y_BHTC.transpose(1, 2).flatten(2))
         return output
-
-    def _mask(self, padding_BT: Tensor) -> Tensor:
-        """Which position attends to which, as (B, 1, T, T) or a shape that broadcasts to it.
-
-        Padding before the beginning of a text attends to itself.
-        """
-        allowed = ~padding_BT[:, None, None, :]
-        if not self.causal:
-            return allowed
-        num_positions = padding_BT.shape[1]
-        own = torch.eye(num_positions, dtype=torch.bool, device=padding_BT.device)
-        return allowed.expand(-1, -1, num_positions, -1).tril() | own
 
 
 @dataclass(frozen=True)
@@ -263,8 +227,8 @@ class AttentionRule(Rule):
 
 def rotate_attention(module: Attention, target: RotationTarget) -> None:
     """Rotate by key/value heads where the ranks can share them evenly, else layer by layer."""
-    if module.heads.num_kv_heads % target.num_slices == 0:
-        wrap(module, AttentionRule(module.heads.num_kv_heads), target)
+    if module.num_kv_heads % target.num_slices == 0:
+        wrap(module, AttentionRule(module.num_kv_heads), target)
         return
     for layer in (module.q, module.k, module.v, module.o):
         wrap(layer, LinearRule(), target)

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.attention import Attention, Heads, rope_table
+from gyre_trainer.layers.attention import Attention, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.training.config_file import AtLeast1, NumLayers, RotaryBase
@@ -86,7 +86,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(
-            config.dim, Heads(config.num_heads, config.num_kv_heads), bias=config.bias
+            config.dim, config.num_heads, config.num_kv_heads, bias=config.bias
         )
         self.mlp_norm = _norm(config)
         mlp = GatedMLP if config.gated_mlp else MLP
@@ -94,7 +94,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, rope_TC: Tensor, allowed_B1TT: Tensor | None = None) -> Tensor:
         """The residual stream after this block, (B, T, D); for masks see `Attention.forward`."""
-        mask = () if allowed_B1TT is None else (None, allowed_B1TT)
+        mask = () if allowed_B1TT is None else (allowed_B1TT,)
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TC, *mask)
         output: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return output
