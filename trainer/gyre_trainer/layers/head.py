@@ -48,7 +48,7 @@ from gyre_trainer.rotation.rule import (
     RunningSum,
     parameter_at,
 )
-from gyre_trainer.shards.layout import Cut, Layout, add_wide_product, local_of, takes_wide_product
+from gyre_trainer.shards.layout import Cut, Layout, add_product, local_of
 from gyre_trainer.torch_internals import is_fake, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
 
@@ -346,16 +346,6 @@ def _mean_by_probability(logits_TV: Tensor, log_sum_exp_T: Tensor) -> Tensor:
 
 def _room(x_TD: Tensor, total: RunningSum | None) -> Tensor:
     return torch.zeros_like(x_TD) if total is None else total.writable(x_TD)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product of two matrices to ``total``, which may have another dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif takes_wide_product(total, left, right):
-        add_wide_product(total, left, right)
-    else:
-        total += left @ right
 
 
 Reduction = Literal["mean", "sum", "none"]

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.layout import Cut, Layout, SliceGrad, add_wide_product, takes_wide_product
+from gyre_trainer.shards.layout import Cut, Layout, SliceGrad, add_product
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.torch_internals import child_of, parameters_of
 
@@ -81,19 +81,12 @@ class RunningSum:
         return self._total
 
     def add_product(self, left: Tensor, right: Tensor, shape: Sequence[int]) -> None:
-        """Add the product of two matrices, viewed in ``shape``.
-
-        Where all three have one dtype, the product takes no memory of its own.
-        """
+        """Add the product of two matrices, viewed in ``shape``."""
         total = self._total
         if total is None or not self._owned or not total.is_contiguous():
             self.add((left @ right).view(shape), owned=True)
-        elif left.dtype == right.dtype == total.dtype:
-            total.view(left.shape[0], right.shape[1]).addmm_(left, right)
-        elif takes_wide_product(total, left, right):
-            add_wide_product(total.view(left.shape[0], right.shape[1]), left, right)
         else:
-            self.add((left @ right).view(shape), owned=True)
+            add_product(total.view(left.shape[0], right.shape[1]), left, right)
 
     def result(self) -> Tensor | None:
         """The sum in its dtype; None if nothing was added. Nothing is kept."""

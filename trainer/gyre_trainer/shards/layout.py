@@ -324,17 +324,31 @@ _HALVES = (torch.bfloat16, torch.float16)
 _IS_THERE = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-def takes_wide_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether torch adds this product to ``total`` without memory for it."""
-    is_wide = total.dtype == torch.float32 and left.dtype == right.dtype and left.dtype in _HALVES
-    return total.is_cuda and is_wide and _IS_THERE
+# Where a product of matrices has another dtype than the sum, it needs memory of its own. It is
+# formed in blocks of at most this many elements (16 MiB in float32). Twice as many raise the peak
+# by as much; far fewer make the matrix products too small for the processor.
+_MAX_PRODUCT_NUMEL = 2**22
 
 
-def add_wide_product(
-    total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+def add_product(
+    total: Tensor, left: Tensor, right: Tensor, *, alpha: float = 1, beta: float = 1
 ) -> None:
-    """``total = beta * total + alpha * left @ right``; ``total`` is unread if ``beta`` is 0."""
-    torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, alpha=alpha, out=total)
+    """``total = beta * total + alpha * left @ right``; ``total`` is unread if ``beta`` is 0.
+
+    The product, which may have another dtype, is not formed as a whole next to ``total``.
+    """
+    is_wide = total.dtype == torch.float32 and left.dtype == right.dtype and left.dtype in _HALVES
+    if total.dtype == left.dtype == right.dtype:
+        total.addmm_(left, right, beta=beta, alpha=alpha)
+    elif total.is_cuda and is_wide and _IS_THERE:
+        torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, alpha=alpha, out=total)
+    else:
+        if beta == 0:
+            total.zero_()
+        num_rows = max(1, _MAX_PRODUCT_NUMEL // max(1, total.shape[1]))
+        of_blocks = torch.split(total, num_rows), torch.split(left, num_rows)
+        for rows, of_rows in zip(*of_blocks, strict=True):
+            rows.add_(of_rows @ right, alpha=alpha)
 
 
 class _Incoming(NamedTuple):
@@ -417,12 +431,6 @@ def all_pieces(
             yield from remote
 
 
-# Where a product of matrices has another dtype than the sum, it needs memory of its own. It is
-# formed in blocks of at most this many elements (16 MiB in float32). Twice as many raise the peak
-# by as much; far fewer make the matrix products too small for the processor.
-_MAX_PRODUCT_NUMEL = 2**22
-
-
 class SliceGrad:
     """One slice's gradient while it is on this rank.
 
@@ -452,8 +460,7 @@ class SliceGrad:
     ) -> None:
         """Add the product of two matrices to the gradient at ``position``.
 
-        With ``entry``, add it to that matrix along the gradient's first dim. The product is not
-        formed as a whole next to the gradient.
+        With ``entry``, add it to that matrix along the gradient's first dim.
         """
         part, empty = self._parts[position], self._empty[position]
         self._empty[position] = False
@@ -461,19 +468,7 @@ class SliceGrad:
             if empty:
                 part.zero_()
             part, empty = part[entry], False
-        if part.dtype == left.dtype == right.dtype:
-            part.addmm_(left, right, beta=0 if empty else 1, alpha=self._scale)
-            return
-        if takes_wide_product(part, left, right):
-            add_wide_product(part, left, right, beta=0 if empty else 1, alpha=self._scale)
-            return
-        if empty:
-            part.zero_()
-        num_rows = max(1, _MAX_PRODUCT_NUMEL // max(1, part.shape[1]))
-        for rows, of_rows in zip(
-            torch.split(part, num_rows), torch.split(left, num_rows), strict=True
-        ):
-            rows.add_(of_rows @ right, alpha=self._scale)
+        add_product(part, left, right, alpha=self._scale, beta=0 if empty else 1)
 
     def close(self) -> None:
         """Fill with zeros the gradients that nothing was added to."""
