@@ -67,12 +67,6 @@ def loaded_whole() -> None:
     mlp.load_state_dict(MLP(4, 8).state_dict())
 
 
-def flattened() -> None:
-    mlp = rotate(MLP(4, 7), mesh=make_mesh("cpu"))
-    for parameter in mlp.parameters():  # as optimizers that know no shards do
-        parameter.detach().view(-1)
-
-
 def torchs_adafactor() -> None:
     mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
     mlp(torch.randn(2, 4)).sum().backward()
@@ -142,7 +136,6 @@ def unknown_parameter() -> None:
 
 REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (loaded_whole, RotationError, ["plain tensor", "pretrained.load", "set_model_state_dict"]),
-    (flattened, RotationError, ["cut unevenly over 2 ranks", "AdamW8bit", "ShardedTrainer"]),
     (torchs_adafactor, RotationError, ["Take gyre_trainer.rotate.Adafactor"]),
     (method_of_a_block, RotationError, ["rotates as one block", "find_blocks=False"]),
     (one_axis_of_two, MeshError, ["is a part of", "not be averaged", "from_group"]),

@@ -266,7 +266,6 @@ def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) ->
         _SHARDED[parameter] = weakref.ref(sharded)
 
 
-_VIEW = torch.ops.aten.view.default
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -277,7 +276,6 @@ def support_dtensors() -> None:
     have one seed. An operator that already has a handler keeps it.
     """
     handlers = dtensor_handlers()
-    handlers.setdefault(_VIEW, _view)
     for operator in _DRAWS:
         handlers.setdefault(operator, _drawn)
     of_torch = handlers[_UNSCALE]
@@ -300,39 +298,6 @@ def _full_tensor(
     if trains and sharded_parameters_of(self) is not None:  # type: ignore[arg-type]
         grad_placements = [Partial("avg")] * self.device_mesh.ndim
     return _of_torch(self, grad_placements=grad_placements)
-
-
-def _by_torch(
-    handler: Any, op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]
-) -> object:
-    """An operator as it is without ``handler``."""
-    handlers = dtensor_handlers()
-    handlers.pop(op_call, None)  # another thread may have done so
-    try:
-        return op_call(*args, **kwargs)
-    finally:
-        handlers[op_call] = handler
-
-
-def _view(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-    """View a DTensor as torch does; the refusal of uneven shards names functions that take them.
-
-    Raises:
-        RotationError: uneven shards have no view of that shape.
-    """
-    try:
-        return _by_torch(_view, op_call, args, kwargs)
-    except RuntimeError as error:
-        if "unevenly sharded" not in str(error):
-            raise
-        shape, ranks = tuple(args[0].shape), args[0].device_mesh.size()
-        raise RotationError(
-            f"a parameter or gradient of shape {shape} is cut unevenly over {ranks} ranks and "
-            "cannot be flattened. Take an optimizer of gyre_trainer.rotate (Adafactor, "
-            "AdamW8bit, Muon) or torch's AdamW; in trainers, "
-            "gyre_trainer.frameworks.huggingface.ShardedTrainer or "
-            "gyre_trainer.frameworks.accelerate.prepare"
-        ) from error
 
 
 class _ShardsFirst:
@@ -372,4 +337,9 @@ def _drawn(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> ob
             f"{tuple(target.shape)}). Call materialize(model, seed=...), or initialise the model "
             "before it is rotated"
         )
-    return _by_torch(_drawn, op_call, args, kwargs)
+    handlers = dtensor_handlers()
+    handlers.pop(op_call, None)  # another thread may have done so
+    try:
+        return op_call(*args, **kwargs)
+    finally:
+        handlers[op_call] = _drawn
