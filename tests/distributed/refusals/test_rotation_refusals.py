@@ -138,7 +138,7 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (loaded_whole, RotationError, ["plain tensor", "pretrained.load", "set_model_state_dict"]),
     (torchs_adafactor, RotationError, ["Take gyre_trainer.rotate.Adafactor"]),
     (method_of_a_block, RotationError, ["rotates as one block", "find_blocks=False"]),
-    (one_axis_of_two, MeshError, ["is a part of", "not be averaged", "from_group"]),
+    (one_axis_of_two, RotationError, ["has 1 of 2 ranks", "independent=True"]),
     (axes_in_another_order, MeshError, ["'replicate' and then 'rotate'"]),
     (three_replicas_on_two_ranks, MeshError, ["2 ranks", "replicate=3"]),
     (

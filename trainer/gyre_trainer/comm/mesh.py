@@ -1,7 +1,5 @@
 """The ranks as a device mesh: one axis, the ring; or two, replicas of rings."""
 
-from math import prod
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
@@ -56,9 +54,6 @@ def make_mesh(device_type: str, *, replicate: int = 1, rotate: int | None = None
 def require_ring(mesh: DeviceMesh) -> None:
     """Refuse a mesh that is no ring, or replicas of rings, with this rank on it.
 
-    An axis of a larger mesh is refused, too: gradients would not be averaged over its other axes,
-    and the ranks along these would train different weights.
-
     Raises:
         MeshError: the mesh is another one, or this rank is not on it.
     """
@@ -70,14 +65,6 @@ def require_ring(mesh: DeviceMesh) -> None:
         )
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not on {mesh}")
-    root = mesh._get_root_mesh()
-    if prod(root.shape) != mesh.size():
-        raise MeshError(
-            f"{mesh} is a part of {root}: gradients would not be averaged over its other axes, so "
-            "their ranks would train different weights. Pass the whole mesh. Where these ranks "
-            "train apart on purpose, pass DeviceMesh.from_group(part.get_group(), "
-            "device_type), which is a separate mesh, and independent=True."
-        )
 
 
 def ring_axis(mesh: DeviceMesh) -> int:
