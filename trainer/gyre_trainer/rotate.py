@@ -29,7 +29,7 @@ from gyre_trainer.inspection.rotation_plan import (
     warn_of_whole_parameters,
 )
 from gyre_trainer.inspection.verification import check_at_first_calls
-from gyre_trainer.layers.causal_loss import causal_loss, note_all_logits
+from gyre_trainer.layers.causal_loss import causal_loss
 from gyre_trainer.layers.experts import call_every_expert
 from gyre_trainer.layers.head import TokenLogProbs, linear_cross_entropy, token_log_probs
 from gyre_trainer.layers.known_blocks import (
@@ -504,7 +504,6 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     require_equal_models(module, target.mesh)
     call_every_expert(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
-    note_all_logits(module)
     if target.policy.recomputes:
         recompute_norms(module)
     if target.policy.recompute == "layer":

@@ -1,6 +1,5 @@
 """The loss of a model of `transformers` goes by slices of the vocabulary, with all of its terms."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers import causal_loss as causal_loss_file
 from gyre_trainer.rotate import (
     causal_loss,
     linear_cross_entropy,
@@ -213,31 +211,6 @@ def test_an_unknown_loss_is_refused(case: str) -> None:
     with pytest.raises(RotationError, match=message) as refused:
         causal_loss(build(), {"input_ids": rows, "labels": labels})
     assert "model(labels=...)" in str(refused.value)
-
-
-def lines_of_log() -> list[str]:
-    """What the log says of `causal_loss`, and then of two calls with labels."""
-    rows, labels = mine()
-    model = rotated("Llama", vocab_size=2**14)
-    causal_loss_file._has_noted = False
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger(causal_loss_file.__name__)
-    log.addHandler(handler)
-    causal_loss(model, {"input_ids": rows, "labels": labels})
-    seen.append("labels")
-    for _ in range(2):
-        model(input_ids=rows, labels=labels)
-    log.removeHandler(handler)
-    return seen
-
-
-def test_all_logits_are_noted_once(ranks: StartRanks) -> None:
-    for first, *others in ranks(2).run(lines_of_log):
-        assert first == "labels"
-        assert len(others) == 1
-        assert "LlamaForCausalLM computes the logits of all tokens" in others[0]
 
 
 def by_token(num_classes: int) -> tuple[float, float]:

@@ -14,7 +14,6 @@ Dims: B batch, T time, D features, V vocabulary.
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -31,8 +30,6 @@ from gyre_trainer.layers.head import LogitTransform, linear_cross_entropy, wide
 from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, own_class
 from gyre_trainer.torch_internals import is_fake, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
-
-_log = logging.getLogger(__name__)
 
 # What a key of the configuration says of the loss, and the families that have it. One of a family
 # missing here shows in the comparison with the library's own loss.
@@ -305,36 +302,6 @@ def takes_causal_loss(model: nn.Module) -> bool:
         return False
     known = _problems.get(model)  # which takes less than to look for the head again
     return not (LibraryModel(model).problem if known is None else known)
-
-
-def note_all_logits(model: nn.Module) -> None:
-    """Let the log say once that a model of `transformers` in ``model`` makes all logits."""
-    for module in model.modules():
-        cls: Any = own_class(module)
-        if hasattr(cls, "get_output_embeddings") and "labels" in _arguments(cls.forward):
-            head = _head_of(module)
-            if isinstance(head, nn.Linear) and isinstance(head, RotatedModule):
-                module.register_forward_pre_hook(_note, with_kwargs=True)
-
-
-_has_noted = False
-
-
-def _note(module: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-    global _has_noted  # noqa: PLW0603  # one line for each process
-    if (
-        torch.compiler.is_compiling()
-        or _has_noted
-        or kwargs.get("labels") is None
-        or isinstance(_head_of(module), LossHead)
-    ):
-        return
-    _has_noted = True
-    _log.warning(
-        "%s computes the logits of all tokens for its loss. causal_loss(model, batch) of "
-        "gyre_trainer.rotate takes less memory: it computes the loss by slices of the vocabulary",
-        own_class(module).__name__,
-    )
 
 
 def _head_of(model: nn.Module) -> Any:
