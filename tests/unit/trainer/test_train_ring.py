@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm import identity
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 from gyre_trainer.comm.identity import (
     BufferPool,
@@ -129,9 +130,9 @@ def test_hops_that_an_exception_lost_are_waited_for_before_an_all_reduce(
     assert not ring.in_flight
 
 
-def test_a_pool_refuses_another_stream() -> None:
-    streams = ["first"]
-    pool = BufferPool(stream_of=lambda device: streams[-1])
+def test_a_pool_refuses_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, pool = ["first"], BufferPool()
+    monkeypatch.setattr(identity, "current_stream", lambda device: streams[-1])
     buffer = pool.take(4, torch.float32, CPU)
     pool.put(buffer)
     assert pool.take(4, torch.float32, CPU) is buffer

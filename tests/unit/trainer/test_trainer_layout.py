@@ -76,7 +76,7 @@ def test_the_layout_of_some_cuts_is_made_once() -> None:
 
 def test_the_bounds_of_a_piece_are_found_by_name() -> None:
     layout = Layout((Cut("up", (7, 3), 0), Cut("down", (3, 7), 1)), 2)
-    assert [layout.bounds_in(piece) for piece in range(2)] == [
+    assert layout.bounds_in == [
         {"up": (0, 4), "down": (0, 4)},
         {"up": (4, 7), "down": (4, 7)},
     ]

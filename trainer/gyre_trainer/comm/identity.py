@@ -38,9 +38,6 @@ from gyre_trainer.torch_internals import profiler_enabled
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a flat tensor: the number of its elements, its dtype, its device."""
 
-CurrentStream = Callable[[torch.device], object]
-"""The stream that a device computes on for the caller; None where it has none."""
-
 _NUMBER_BYTES = 8
 _ROOM_BYTES = 2 * _NUMBER_BYTES  # the number, where eight divide its address
 
@@ -106,20 +103,10 @@ class BufferPool:
             every buffer.
     """
 
-    def __init__(
-        self,
-        allocate: Allocate | None = None,
-        stream_of: CurrentStream = current_stream,
-    ) -> None:
-        """Make an empty pool.
-
-        Args:
-            allocate: makes the buffers; None for memory of torch with room behind them.
-            stream_of: the present stream of a device.
-        """
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        """``allocate`` makes the buffers; None for memory of torch with room behind them."""
         self.largest_whole_numel = 0
         self._allocate = allocate or _scratch
-        self._stream_of = stream_of
         self._streams: dict[torch.device, object] = {}
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self._numel: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -152,7 +139,7 @@ class BufferPool:
             self._free[key].append(buffer)
 
     def _require_stream(self, device: torch.device) -> None:
-        stream = self._stream_of(device)
+        stream = current_stream(device)
         if self._streams.setdefault(device, stream) != stream:
             raise RotationError(
                 f"{device}: rotated modules were called on one CUDA stream and now on another, "
@@ -279,10 +266,6 @@ class Modules:
         number, self.count = self.count, self.count + 1
         self._modules[number] = ref(module)
         return number
-
-    def skip_to(self, number: int) -> None:
-        """Give the next module this number."""
-        self.count = number
 
     def describe(self, packed: int) -> str:
         """Names the module and the part of its pass, such as "blocks.0.mlp (forward, step 1)"."""

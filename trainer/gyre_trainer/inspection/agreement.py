@@ -66,7 +66,7 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
 def _count_alike(mesh: DeviceMesh) -> None:
     """Let all ranks go on with one number, so that another model can rotate after a refusal."""
     modules = ring_of(mesh).modules
-    modules.skip_to(max(_gathered(modules.count, mesh)))
+    modules.count = max(_gathered(modules.count, mesh))
 
 
 def _gathered(here: _Here, mesh: DeviceMesh) -> list[_Here]:

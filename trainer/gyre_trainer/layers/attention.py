@@ -199,17 +199,12 @@ class AttentionRule(Rule):
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; the module reads the slice's numbers of heads meanwhile."""
-        with changed_counts(current.module, self._counts_of_slice(current)):
-            return current.forward(*args, **kwargs)
-
-    def _counts_of_slice(self, current: ModuleSlice) -> dict[str, int]:
-        """The numbers that the module reads, of a slice."""
-        if current.num_slices == 1:
-            return {}
-        return {
+        counts = {
             name: (count_of(current.module, name) or 0) // current.num_slices
-            for name in self.counts
+            for name in (self.counts if current.num_slices > 1 else ())
         }
+        with changed_counts(current.module, counts):
+            return current.forward(*args, **kwargs)
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype

@@ -45,7 +45,6 @@ from gyre_trainer.rotation.rule import (
     ModuleSlice,
     OutputReduction,
     Rule,
-    RunningSum,
     parameter_at,
 )
 from gyre_trainer.shards.layout import Cut, Layout, add_product, local_of
@@ -256,7 +255,7 @@ class _Statistics(torch.autograd.Function):
             own_T, targets_T1 = logits_TV.logsumexp(1), logits_TV.gather(1, places_T[chunk, None])
             statistics_ST[0, chunk], statistics_ST[1, chunk] = own_T, targets_T1.squeeze(1)
             if asked.with_mean:
-                statistics_ST[2, chunk] = _mean_by_probability(logits_TV, own_T)
+                statistics_ST[2, chunk] = (logits_TV - own_T[:, None]).exp_().mul_(logits_TV).sum(1)
             if ahead:
                 shares_T1 = transform.differentiate_(torch.ones_like(targets_T1), targets_T1)
                 ahead.add_mean(chunk, own_T, logits_TV, transform, weight_VD)
@@ -278,7 +277,9 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, grad_ST: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_VD, bias_V, *_ = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x_TD = _room(x_TD, ctx.sum) if needs_x else None
+        grad_x_TD = None
+        if needs_x:
+            grad_x_TD = torch.zeros_like(x_TD) if ctx.sum is None else ctx.sum.writable(x_TD)
         grad_weight_VD = (
             torch.zeros_like(weight_VD) if needs_weight and ctx.position is None else None
         )
@@ -338,14 +339,6 @@ def _chunks(x_TD: Tensor, num_elements: int) -> Iterator[slice]:
 
 def _logits(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
     return F.linear(x_TD, weight_VD, bias_V).to(wide(x_TD.dtype))
-
-
-def _mean_by_probability(logits_TV: Tensor, log_sum_exp_T: Tensor) -> Tensor:
-    return (logits_TV - log_sum_exp_T[:, None]).exp_().mul_(logits_TV).sum(1)
-
-
-def _room(x_TD: Tensor, total: RunningSum | None) -> Tensor:
-    return torch.zeros_like(x_TD) if total is None else total.writable(x_TD)
 
 
 Reduction = Literal["mean", "sum", "none"]

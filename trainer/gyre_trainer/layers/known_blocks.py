@@ -527,11 +527,9 @@ class KnownBlocks:
         kernel = kernels_of(module).get(name, "eager")
         if kernel not in (_EXPERTS_KERNELS if is_experts else _KERNELS):
             raise RotationError(f"its {name} is {kernel}")
-        if row.linear_in and self._is_tied_in_part(module):
+        places = {self._num_places[id(each)] for each in module.parameters()}
+        if row.linear_in and len(places) > 1:
             raise RotationError("some of its parameters are tied, others not")
-
-    def _is_tied_in_part(self, module: nn.Module) -> bool:
-        return len({self._num_places[id(each)] for each in module.parameters()}) > 1
 
 
 def _rows(module: nn.Module) -> Iterator[Rule]:

@@ -78,7 +78,12 @@ def recompute_norms(model: nn.Module) -> None:
     Norms inside of rotated modules are left as they are, and so are those of unknown code, which
     might draw random numbers or count its calls.
     """
-    inside = {id(module) for module in _modules_inside_rotations(model)}
+    inside = {
+        id(module.get_submodule(name.rpartition(".")[0]))
+        for module in model.modules()
+        if isinstance(module, RotatedModule)
+        for name in module.rotation.replicated
+    }
     for module in model.modules():
         if (
             id(module) not in inside
@@ -86,15 +91,6 @@ def recompute_norms(model: nn.Module) -> None:
             and _keeps_its_input(module)
         ):
             mix_in(module, RecomputedNorm, "Recomputed")
-
-
-def _modules_inside_rotations(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that run slice by slice and whose parameters are replicated."""
-    for module in model.modules():
-        if isinstance(module, RotatedModule):
-            yield from (
-                module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.replicated
-            )
 
 
 def _keeps_its_input(module: nn.Module) -> bool:
@@ -107,11 +103,8 @@ def _keeps_its_input(module: nn.Module) -> bool:
     if others:
         return False
     has_weights = next(module.parameters(), None) is not None
-    return _is_of_torch(module) or (has_weights and is_trained(module))
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return any(isinstance(module, norm) and has_code_of(module, norm) for norm in _NORMS)
+    is_of_torch = any(isinstance(module, norm) and has_code_of(module, norm) for norm in _NORMS)
+    return is_of_torch or (has_weights and is_trained(module))
 
 
 # Those of every module: parameters, buffers and modules inside, hooks, and `training`.

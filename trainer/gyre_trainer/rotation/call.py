@@ -443,7 +443,7 @@ class Call:
             RotationError: the module returns something else than floating-point tensors.
         """
         rotation, pieces = self._rotation, self._rotation.pieces
-        weights, bounds, trained = {}, pieces.bounds_in(index), []
+        weights, bounds, trained = {}, pieces.bounds_in[index], []
         for cut, view, trainable in zip(
             pieces.cuts, pieces.views(flat, index), self.trainable, strict=True
         ):

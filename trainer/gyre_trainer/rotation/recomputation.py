@@ -147,17 +147,9 @@ class Recomputation:
         ``cache`` has the results of nodes for other readers that ask at the same time.
         """
         if self.node not in cache:
-            cache[self.node] = self.compute_whole()
-        return self._viewed(cache[self.node].detach())
-
-    @torch.no_grad()
-    def compute_whole(self) -> Tensor:
-        """The tensor, or the base that it is a view of."""
-        with self.node.autocast():
-            whole: Tensor = self.node.compute(*_inputs(self.node))
-        return whole
-
-    def _viewed(self, whole: Tensor) -> Tensor:
+            with self.node.autocast():
+                cache[self.node] = self.node.compute(*_inputs(self.node))
+        whole = cache[self.node].detach()
         if self.view is None:
             return whole
         size, stride, offset, whole_stride = self.view

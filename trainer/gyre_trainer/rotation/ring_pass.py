@@ -53,7 +53,7 @@ from gyre_trainer.rotation.rule import (
     OutputReduction,
     Rotation,
 )
-from gyre_trainer.shards.layout import GradientRing, Layout, RemoteSlices
+from gyre_trainer.shards.layout import GradientRing, RemoteSlices
 from gyre_trainer.torch_internals import at_end_of_backward, gradients, storage_number, version_of
 
 
@@ -171,12 +171,8 @@ def _reserve_buffers(rotation: Rotation) -> None:
             sharded.ring.pool.put(buffer)
 
 
+# The one prefetch of all rotations on a ring.
 _PREFETCHES: WeakKeyDictionary[Ring, Prefetch] = WeakKeyDictionary()
-
-
-def prefetch_of(ring: Ring) -> Prefetch:
-    """The one prefetch of all rotations on a ring."""
-    return _PREFETCHES.setdefault(ring, Prefetch())
 
 
 class _WeightView(NamedTuple):
@@ -295,7 +291,10 @@ class _Graph:
     @classmethod
     def of(cls, computed: ComputedSlice, saved: SavedTensors | None) -> "_Graph":
         """The graph of a computation, whose outputs are not kept."""
-        edges = [_edge(output) for output in computed.outputs]
+        edges = [
+            (get_gradient_edge(output) if output.requires_grad else None, output.dtype)
+            for output in computed.outputs
+        ]
         return cls(edges, computed.weights, computed.inputs, saved)
 
 
@@ -362,13 +361,12 @@ class RingPass:
                 del grads  # the next slice's must not exist with them
             if layout.cuts:
                 gradient_ring.send_on()
-        own = iter(self._own_gradients(layout, gradient_ring) if layout.cuts else ())
+        own: Iterator[Tensor] = iter(())
+        if layout.cuts:
+            flat = gradient_ring.finish().to(sharded.flat.dtype)
+            own = iter(call.of_parameters(layout.in_rounds(1).views(flat, self._ring.rank)))
         self._reductions.clear()
         return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
-
-    def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
-        flat = gradient_ring.finish().to(self._rotation.sharded.flat.dtype)
-        return self._call.of_parameters(layout.in_rounds(1).views(flat, self._ring.rank))
 
     def _require_fresh(self) -> None:
         if self._rotation.sharded.version != self._version:
@@ -410,7 +408,7 @@ class RingPass:
 
         In each round the order is from the slice of rank + 1 to the own one.
         """
-        prefetch = prefetch_of(self._ring)
+        prefetch = _PREFETCHES.setdefault(self._ring, Prefetch())
         prefetch.backward_begins(self._rotation)
         for round_ in range(self._layout.num_rounds):
             with prefetch.slices(self._rotation, round_) as slices:
@@ -454,7 +452,3 @@ class RingPass:
         with torch.enable_grad(), self._randomness.replaying(index):
             computed = self._call.compute(index, flat)
         return _Graph.of(computed, None)
-
-
-def _edge(output: Tensor) -> tuple[GradientEdge | None, torch.dtype]:
-    return get_gradient_edge(output) if output.requires_grad else None, output.dtype

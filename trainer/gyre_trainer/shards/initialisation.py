@@ -57,7 +57,7 @@ class _Target:
     @property
     def name(self) -> str:
         path, _, name = self.places[0]
-        return _joined(path, name)
+        return f"{path}.{name}".removeprefix(".")
 
     def put(self, parameter: nn.Parameter) -> None:
         for _, module, name in self.places:
@@ -66,10 +66,6 @@ class _Target:
     def is_first_in(self, path: str) -> bool:
         """Whether its first place is in the module of this path."""
         return not path or self.name.startswith(f"{path}.")
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}".removeprefix(".")
 
 
 @torch.no_grad()

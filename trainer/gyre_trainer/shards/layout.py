@@ -8,7 +8,7 @@ Also here:
 * Products of bfloat16 or float16 matrices, added in float32, on CUDA.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,10 +107,6 @@ class Layout:
         largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
         return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
 
-    def bounds_in(self, piece: int) -> Mapping[str, tuple[int, int]]:
-        """The half-open range of the cut dim of each parameter that a piece holds, by name."""
-        return self._bounds_in[piece]
-
     def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
         """The half-open ranges of all pieces, in the order of their numbers."""
         return self._bounds[cut.name]
@@ -157,7 +153,8 @@ class Layout:
         }
 
     @cached_property
-    def _bounds_in(self) -> list[dict[str, tuple[int, int]]]:
+    def bounds_in(self) -> list[dict[str, tuple[int, int]]]:
+        """Of each piece, the half-open range of the cut dim of each parameter, by name."""
         num_pieces = self.num_slices * self.num_rounds
         return [
             {name: bounds[piece] for name, bounds in self._bounds.items()}

@@ -125,32 +125,25 @@ class Piece(Generic[Source]):
 
     def permuted(self, order: Sequence[int]) -> Self:
         """The piece of the whole with its dims in another order."""
-        return self._with_dims(
-            tuple(self.begin[dim] for dim in order),
-            tuple(self.shape[dim] for dim in order),
-            tuple(self.dims[dim] for dim in order),
+        return replace(
+            self,
+            begin=tuple(self.begin[dim] for dim in order),
+            shape=tuple(self.shape[dim] for dim in order),
+            dims=tuple(self.dims[dim] for dim in order),
         )
 
     def unsqueezed(self, dim: int) -> Self:
         """The piece of the whole with a new dim of size 1 before ``dim``."""
-        return self._with_dims(
-            (*self.begin[:dim], 0, *self.begin[dim:]),
-            (*self.shape[:dim], 1, *self.shape[dim:]),
-            (*self.dims[:dim], None, *self.dims[dim:]),
+        return replace(
+            self,
+            begin=(*self.begin[:dim], 0, *self.begin[dim:]),
+            shape=(*self.shape[:dim], 1, *self.shape[dim:]),
+            dims=(*self.dims[:dim], None, *self.dims[dim:]),
         )
 
     def squeezed(self, dim: int) -> Self:
         """The piece of the whole without a dim of size 1."""
-        return self._with_dims(
-            (*self.begin[:dim], *self.begin[dim + 1 :]),
-            (*self.shape[:dim], *self.shape[dim + 1 :]),
-            (*self.dims[:dim], *self.dims[dim + 1 :]),
-        )
-
-    def _with_dims(
-        self, begin: tuple[int, ...], shape: tuple[int, ...], dims: tuple[int | None, ...]
-    ) -> Self:
-        return replace(self, begin=begin, shape=shape, dims=dims)
+        return self.permuted([each for each in range(len(self.shape)) if each != dim])
 
     def of_source(self, values: Tensor) -> Tensor:
         """The piece, of the values in its box of the source; a view where that is possible."""
