@@ -64,7 +64,7 @@ def test_modules_reset_their_own_parameters() -> None:
     with torch.device("meta"):
         model, unnamed = nn.Sequential(nn.Linear(2, 2), Reset()), nn.Sequential(Scaled())
     materialize(model, seed=0)
-    assert model[1].scale.item() == 3
+    assert dict(model.named_parameters())["1.scale"].item() == 3
     with pytest.raises(RotationError, match=r"0\.scale .* give Scaled a method reset_parameters"):
         materialize(unnamed, seed=0)
 
