@@ -51,7 +51,7 @@ _FILES = (
     _LOCK,
     LOG,
 )
-FUNCTIONS = "functions"  # a folder with what scripts pass to the daemon
+FUNCTIONS = "functions"  # a folder with functions that scripts pass to the daemon
 _FOLDER_PREFIX = "gyred-"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -170,7 +170,7 @@ def _clear_abandoned(root: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Removes an abandoned folder of this user, unless it holds anything that is no daemon's.
+    """Removes an abandoned folder of this user, unless it holds files of others.
 
     Raises:
         OSError: The folder is in use, or it cannot be opened.

@@ -269,7 +269,7 @@ class TestCachedInMemory(CachedContract):
     def test_datasets_with_the_same_shards_share_their_blocks(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
     ) -> None:
-        """As one does that is opened again; each has its own errors."""
+        """As one opened again does; each has its own errors."""
         data = noise(0, 2 * BLOCK)
         place.put("0.bin", data)
         targets = [Targets().add(0, start, 30).add(0, BLOCK + start, 30) for start in (5, 70)]

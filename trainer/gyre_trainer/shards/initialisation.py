@@ -70,13 +70,13 @@ class _Target:
 
 @torch.no_grad()
 def _fill(model: nn.Module, seed: int) -> None:
-    """Fill this rank's shards with what `_init_weights` gives, and `reset_parameters` for the rest.
+    """Fill this rank's shards by `_init_weights`, and by `reset_parameters` for the rest.
 
     A tied parameter has the values of its first place, as if it had been tied afterwards. Random
     numbers are drawn on the CPU, and later ones are as if none had been drawn here.
 
     Raises:
-        RotationError: nothing gives values to a parameter, or one depends on what it was before.
+        RotationError: nothing gives values to a parameter, or one depends on its earlier value.
     """
     targets = _targets(model)
     left = dict(targets)
@@ -112,7 +112,7 @@ def _take(
     targets: Sequence[_Target],
     left: dict[nn.Parameter, _Target],
 ) -> None:
-    """Take this rank's shards of what a call changes, of parameters whose first place is inside."""
+    """Take this rank's shards of parameters that a call changes and whose first place is inside."""
     changed = _changed_by(init, module, targets)
     wholes = [_whole(target) for target in changed]
     init(module)
@@ -456,8 +456,8 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
     The values are those of one process: the same for every number of ranks, and for a parameter
     that is not rotated. A model with a method `_init_weights`, as transformers' are, gets the very
     values of that method after `torch.manual_seed(seed)` on the CPU; parameters that it leaves, and
-    those of other models, get what `reset_parameters` of their modules gives. Each rank draws all
-    values, and holds one module's parameters whole at a time. Buffers on `meta` are made by the
+    those of other models, get the values of `reset_parameters` of their modules. Each rank draws
+    all values, and holds one module's parameters whole at a time. Buffers on `meta` are made by the
     constructors of their modules, where these take a `config` alone: their own, or that of the
     nearest module around them.
 

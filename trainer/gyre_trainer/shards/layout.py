@@ -321,7 +321,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _IS_THERE = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-# Where a product of matrices has another dtype than the sum, it needs memory of its own. It is
+# Where a product of matrices has another dtype than the sum, it needs other memory. It is
 # formed in blocks of at most this many elements (16 MiB in float32). Twice as many raise the peak
 # by as much; far fewer make the matrix products too small for the processor.
 _MAX_PRODUCT_NUMEL = 2**22

@@ -53,7 +53,7 @@ _PAUSE_S = 10.0  # without writes after a disk has failed
 
 
 class _Fetch(Struct, eq=False):
-    """A block that is being fetched, by whose storage, and the jobs that wait for it."""
+    """A block in fetching, by whose storage, and the jobs that wait for it."""
 
     task: asyncio.Task[None]
     claims: Claims
