@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -528,6 +529,29 @@ def test_large_blocks_in_place_of_scattered_small_ones_need_few_mappings(tmp_pat
         assert metrics.cache.num_evicted >= num_blocks // 2
         assert num_mappings() < before + 50
         other.check([data[1]])
+
+    with ThreadPoolExecutor(2) as executor:
+        run(read(executor))
+
+
+@pytest.mark.parametrize("num_blocks", [10, 40])
+def test_a_dataset_that_no_job_reads_any_more_makes_way(tmp_path: Path, num_blocks: int) -> None:
+    metrics, generator = Metrics(), np.random.default_rng(0)
+    place = LocalPlace(tmp_path)
+
+    async def read(executor: ThreadPoolExecutor) -> None:
+        workers = FairExecutor(executor, 2)
+        node = NodeCache(10 * BLOCK, None, workers, metrics.cache)
+        opener = StorageOpener(workers, EndpointOptions(16, 10.0), metrics)
+        for name in ("left", "new"):
+            place.put(f"{name}/0.bin", noise(0, num_blocks * BLOCK))
+            storage = await opener.open(parse_location(f"{place.root}/{name}"), {}, "*.bin")
+            cached = CachedStorage(storage, name, node, partial(blocks_of, storage), BLOCK)
+            for _ in range(25):
+                before = metrics.cache.num_hits
+                for block in generator.permutation(num_blocks).tolist():
+                    await cached.read(Targets().add(0, block * BLOCK, 10).reads())
+        assert metrics.cache.num_hits - before == 10
 
     with ThreadPoolExecutor(2) as executor:
         run(read(executor))

@@ -120,6 +120,7 @@ class NodeCache:
                 volume = self._volumes[key] = Volume(blocks, mirror, self._memory)
                 if self._writer and mirror:
                     self._writer.adopt(volume, mirror)
+        self._placement.count_samples(volume, 0)
         return View(volume, storage, block_bytes, comes_together)
 
     async def read(self, view: View, reads: Reads) -> None:
@@ -127,8 +128,8 @@ class NodeCache:
         volume = view.volume
         blocks = volume.map.blocks_of(reads)
         volume.follow(reads, view.block_bytes)
-        num_samples = 1 + np.count_nonzero(np.diff(reads.sample))
-        self._placement.count_samples(num_samples / max(1, volume.num_jobs))
+        num_samples = 1 + int(np.count_nonzero(np.diff(reads.sample)))
+        self._placement.count_samples(volume, num_samples)
         present = (blocks >= 0) & (volume.tier[blocks] >= Tier.MEMORY)
         on_disk = present & volume.on_disk[blocks]
         async with asyncio.TaskGroup() as group:

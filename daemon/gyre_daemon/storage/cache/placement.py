@@ -39,6 +39,10 @@ Held = TypeVar("Held")
 # samples in the order; with fewer, blocks that are used up stay longer.
 _MAX_LOOKUPS = 32
 
+# Blocks are in use if a read comes within this many samples for each. With more, a dataset whose
+# jobs have ended keeps the cache for longer; with fewer, data for validation lose it meanwhile.
+_PATIENCE = 4
+
 
 class _Entry(Struct):
     """A held key; `version` distinguishes its newest place in the heap from older ones."""
@@ -178,6 +182,7 @@ class Volume:
             memory.
         on_disk: bool [M], whether the mirror has each block.
         num_pins: int32 [M], how many readers each block has now.
+        read_at: when a job last read here, or a dataset with these blocks was opened.
         used_bytes: int64 [M], the bytes copied out of each block since it was last looked at.
     """
 
@@ -192,6 +197,7 @@ class Volume:
         self.absent_bytes = int(self.memory_sizes.sum())
         self.on_disk = np.zeros(blocks.num_blocks, np.bool_)
         self.num_pins = np.zeros(blocks.num_blocks, np.int32)
+        self.read_at = 0
         self.used_bytes = np.zeros(blocks.num_blocks, np.int64)
         self._memory = memory
         self._cells: dict[int, Cell] = {}
@@ -214,15 +220,15 @@ class Volume:
             self._jobs = [each for each in self._jobs if each[0]()]
             self._jobs.append((WeakMethod(reads.next_use), block_bytes))
 
-    def distances(self, blocks: Integers) -> Integers:
+    def distances(self, blocks: Integers) -> Integers | None:
         """int64 [n], in how many samples from now the next job reads each block.
 
-        The number of all blocks if no job's future is known.
+        None if no job's future is known.
         """
         nearest = np.full(len(blocks), NEVER)
         futures = [(next_use, size) for job, size in self._jobs if (next_use := job())]
         if not futures:
-            return np.full(len(blocks), self.map.num_blocks)
+            return None
         for next_use, block_bytes in futures:
             nearest = np.minimum(nearest, next_use(block_bytes, blocks))
         return nearest
@@ -305,9 +311,10 @@ class Placement:
         self._look_up_at = 0
         self._half_read: deque[Key] = deque()
 
-    def count_samples(self, num_samples: float) -> None:
-        """Each job has read this many samples more."""
-        self._samples_read += num_samples
+    def count_samples(self, volume: Volume, num_samples: int) -> None:
+        """The jobs of a volume have read this many samples more."""
+        self._samples_read += num_samples / max(1, volume.num_jobs)
+        volume.read_at = self._now
 
     def count_copied(self, volume: Volume, blocks: Integers, sizes: Integers) -> None:
         """Bytes of blocks were copied; a block of which half was read may not be needed again."""
@@ -408,10 +415,10 @@ class Placement:
             return eviction.admit(key, num_bytes, now - 1)
         match need:
             case Need.BY_NEXT_USE:
-                latest = _later(now, key[0].distances(np.array([key[1]])))[0]
+                latest = self._next_uses(eviction, key[0], [key[1]])[0]
             case Need.SOON:
                 # Live blocks are used about once in as many samples as there are blocks.
-                latest = now + 4 * len(eviction)
+                latest = now + _PATIENCE * len(eviction)
             case Need.NOW:
                 latest = now
         self._look_up_half_read(eviction)
@@ -439,9 +446,21 @@ class Placement:
         for volume, block in keys:
             by_volume.setdefault(volume, []).append(block)
         for volume, blocks in by_volume.items():
-            uses = _later(self._now, volume.distances(np.array(blocks)))
+            uses = self._next_uses(eviction, volume, blocks)
             for block, use in zip(blocks, uses, strict=True):
                 eviction.expect((volume, block), use)
+
+    def _next_uses(
+        self, eviction: NextUseEviction[Key], volume: Volume, blocks: list[int]
+    ) -> list[int]:
+        """When blocks are used next, by a job whose future is known or by any other."""
+        now, distances = self._now, volume.distances(np.array(blocks))
+        if distances is not None:
+            return [NEVER if each == NEVER else now + each for each in distances.tolist()]
+        num_blocks = volume.map.num_blocks
+        # Jobs that still go on would have read it by now.
+        is_left = now - volume.read_at > _PATIENCE * max(num_blocks, len(eviction))
+        return [NEVER if is_left else now + num_blocks] * len(blocks)
 
     def _update_counts(self) -> None:
         self._counts.memory_bytes = self.in_memory.used_bytes
@@ -451,8 +470,3 @@ class Placement:
 def _is_pinned(key: Key) -> bool:
     volume, block = key
     return bool(volume.num_pins[block]) or volume.tier[block] == Tier.FETCHING
-
-
-def _later(now: int, distances: Integers) -> list[int]:
-    """Points of time at distances from now."""
-    return [NEVER if distance == NEVER else now + distance for distance in distances.tolist()]
