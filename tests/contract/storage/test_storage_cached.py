@@ -555,3 +555,25 @@ def test_a_dataset_that_no_job_reads_any_more_makes_way(tmp_path: Path, num_bloc
 
     with ThreadPoolExecutor(2) as executor:
         run(read(executor))
+
+
+def test_what_is_known_of_read_blocks_is_bounded(tmp_path: Path) -> None:
+    metrics, place = Metrics(), LocalPlace(tmp_path)
+    place.put("0.bin", noise(0, 100 * BLOCK))
+    every = Targets()
+    for block in range(100):
+        every.add(0, block * BLOCK, BLOCK)
+
+    async def read(executor: ThreadPoolExecutor) -> None:
+        workers = FairExecutor(executor, 2)
+        node = NodeCache(100 * BLOCK, None, workers, metrics.cache)
+        opener = StorageOpener(workers, EndpointOptions(16, 10.0), metrics)
+        storage = await opener.open(parse_location(place.root), {}, "*.bin")
+        cached = CachedStorage(storage, "all", node, partial(blocks_of, storage), BLOCK)
+        for _ in range(30):
+            await cached.read(every.reads())
+        assert metrics.cache.num_hits == 2900
+        assert len(node._placement._half_read) <= 1024
+
+    with ThreadPoolExecutor(2) as executor:
+        run(read(executor))

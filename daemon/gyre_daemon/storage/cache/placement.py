@@ -38,6 +38,10 @@ Held = TypeVar("Held")
 # Blocks whose next use is looked up at once. Each lookup costs as much as finding the block's
 # samples in the order; with fewer, blocks that are used up stay longer.
 _MAX_LOOKUPS = 32
+# Blocks that were read by half, and are looked up before others. Without them a job in block order
+# fetches a fourth more blocks where the cache holds 40 % of its data; with 64, as few as without a
+# limit.
+_MAX_HALF_READ = 1024
 
 # Blocks are in use if a read comes within this many samples for each. With more, a dataset whose
 # jobs have ended keeps the cache for longer; with fewer, data for validation lose it meanwhile.
@@ -309,7 +313,7 @@ class Placement:
         self._counts = counts
         self._samples_read = 0.0  # by each job, about: the clock of next uses
         self._look_up_at = 0
-        self._half_read: deque[Key] = deque()
+        self._half_read: deque[Key] = deque(maxlen=_MAX_HALF_READ)
 
     def count_samples(self, volume: Volume, num_samples: int) -> None:
         """The jobs of a volume have read this many samples more."""
