@@ -1,5 +1,6 @@
 """A ring hands hops to its transport, each number behind its buffer, and owns what is in flight."""
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -20,7 +21,9 @@ from gyre_trainer.comm.identity import (
 )
 from gyre_trainer.comm.ring import Direction, Leg, ProcessGroupTransport, Ring, Stream, Wait
 from gyre_trainer.errors import RotationError
+from gyre_trainer.inspection.agreement import require_all_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 CPU = torch.device("cpu")
@@ -167,3 +170,13 @@ def test_numbers_of_a_cpu_are_compared_at_once() -> None:
     with pytest.raises(RotationError, match="found 5"):
         checks.require(torch.tensor(5), 4, refused)
     assert not checks.is_pending
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("num_ranks", "rings"), [(2, ""), (1, ", replicate=3, rotate=1")])
+def test_a_ring_of_a_part_of_the_ranks_is_told_a_mesh_that_can_be_made(
+    num_ranks: int, rings: str
+) -> None:
+    mesh = DeviceMesh("cpu", list(range(num_ranks)), mesh_dim_names=("rotate",))
+    with pytest.raises(RotationError, match=re.escape(f"make_mesh(device_type{rings}). Where")):
+        require_all_ranks(mesh, independent=False)

@@ -204,7 +204,9 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_check(check: argparse.ArgumentParser) -> None:
-    check.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    check.add_argument(
+        "--device", choices=("cpu", "cuda"), required=True, help="where all ranks compute"
+    )
     check.add_argument(
         "--rows",
         type=_count(_NUM_ROWS),

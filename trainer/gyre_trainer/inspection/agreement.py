@@ -150,11 +150,11 @@ def require_all_ranks(mesh: DeviceMesh, *, independent: bool) -> None:
     num_ranks, size = dist.get_world_size(), mesh.size()
     if independent or size == num_ranks:
         return
+    rings = "" if num_ranks % size else f", replicate={num_ranks // size}, rotate={size}"
     raise RotationError(
         f"the mesh has {size} of {num_ranks} ranks, and nothing averages its gradients with those "
-        f"of the others. Make one mesh of all ranks, such as make_mesh(device_type, "
-        f"replicate={max(2, num_ranks // size)}, rotate={size}). Where it is to train apart, pass "
-        "independent=True to rotate_all or rotate"
+        f"of the others. Make one mesh of all ranks, such as make_mesh(device_type{rings}). Where "
+        "it is to train apart, pass independent=True to rotate_all or rotate"
     )
 
 

@@ -457,7 +457,7 @@ def token_log_probs(
 def _gradient_ahead(linear: nn.Linear, x_TD: Tensor) -> GradientAhead | None:
     """Where the gradient of a frozen head's input is collected, if backward will ask for it.
 
-    See [Note: One pass for a frozen head] in `slice_statistics`.
+    See [Note: One pass for a frozen head].
     """
     if not isinstance(linear, RotatedModule) or not torch.is_grad_enabled():
         return None

@@ -82,7 +82,8 @@ class DataConfig:
         dataset: a name that the daemon knows; with `format`, a path or URI.
         address: the daemon's address; "" takes GYRE_ADDRESS or, where `format` is set, a private
             daemon that the first rank of each machine starts for the machine's ranks.
-        format: tokens or webdataset; makes `dataset` a path or URI instead of a name.
+        format: of token ids or text, such as tokens; makes `dataset` a path or URI instead of a
+            name.
         options: the other keys that such a dataset has in the daemon's configuration.
         field: the tensor of a sample that holds its tokens, or its text as bytes.
         batch_size: samples in a global batch, over all ranks, for one optimizer step.
