@@ -21,7 +21,11 @@ from gyre_trainer.comm.identity import name_modules
 from gyre_trainer.comm.mesh import make_mesh, replica_group, require_ring
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
-from gyre_trainer.inspection.agreement import require_all_ranks, require_equal_models
+from gyre_trainer.inspection.agreement import (
+    count_alike,
+    require_all_ranks,
+    require_equal_models,
+)
 from gyre_trainer.inspection.rotation_plan import (
     RotationPlan,
     note_layer_by_layer,
@@ -434,6 +438,7 @@ def _prepare(
     require_ring(mesh)
     require_all_ranks(mesh, independent=independent)
     _require_new(module)
+    count_alike(mesh)
     _sync(module, mesh, sync_from)
     support_dtensors()
     notice_later_adapters()

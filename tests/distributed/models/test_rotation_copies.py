@@ -113,6 +113,11 @@ def copied_experts() -> float:
     index, x = dist.get_rank(), torch.ones(2, 4)
     found = copied["list"](copied["norm"](x), index)
     found.sum().backward()
+    if index == 0:
+        deepcopy(copied)  # which is never called
+    other = nn.Sequential(nn.Linear(4, 4))
+    rotate_all(other, mesh=make_mesh("cpu"), sync_from=0)
+    other(x)
     return float((found - plain["list"](plain["norm"](x), index)).detach().norm())
 
 

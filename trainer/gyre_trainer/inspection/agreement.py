@@ -51,7 +51,6 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     if is_fake(extremes) or extremes.sum().item() == 0:
         return
     everyone = _gathered((dist.get_rank(), here), mesh)
-    _count_alike(mesh)
     ranks = [rank for rank, _ in everyone]
     parts = zip(*(each for _, each in everyone), strict=True)
     difference = next(filter(None, (_difference(ranks, descriptions) for descriptions in parts)))
@@ -63,8 +62,11 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     raise RotationError(f"ranks have different models: {difference}{advice}")
 
 
-def _count_alike(mesh: DeviceMesh) -> None:
-    """Let all ranks go on with one number, so that another model can rotate after a refusal."""
+def count_alike(mesh: DeviceMesh) -> None:
+    """Let all ranks of a ring number the modules of the next model alike. Collective.
+
+    A refusal, or a copy of a model that one rank made alone, leaves them with other numbers.
+    """
     modules = ring_of(mesh).modules
     modules.count = max(_gathered(modules.count, mesh))
 
