@@ -26,7 +26,7 @@ from gyre_trainer.comm.identity import path_of
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rule import RotationPolicy
-from gyre_trainer.shards.layout import GradientRing, Layout, all_pieces, digest_of, with_spec
+from gyre_trainer.shards.layout import GradientRing, Layout, all_pieces, with_spec
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
 )
@@ -69,8 +69,6 @@ class GatheredParameter:
         self._number = self.sharded.ring.modules.add(owner)
         self._whole: tuple[int, Tensor] | None = None
         self._version = 0
-        self._digest: int | None = None
-        self._unseen_modes = {True, False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """That of the copied modules, which travels by itself."""
@@ -99,9 +97,6 @@ class GatheredParameter:
             sharded.before_training(self.name)
         whole: Tensor = _Gather.apply(parameter, self)  # type: ignore[no-untyped-call]
         self._version = 0 if whole.is_inference() else version_of(whole)
-        if self.reader.training in self._unseen_modes:
-            self._unseen_modes.discard(self.reader.training)
-            self._digest = digest_of(whole.detach())
         return whole
 
     @property
@@ -143,17 +138,13 @@ class GatheredParameter:
         return whole
 
     def require_unwritten(self, whole: Tensor) -> None:
-        """Refuse a forward that has written to its parameters.
-
-        Torch counts writes, but not those to `data`: these are looked for after the first read in
-        training and in evaluation.
+        """Refuse a forward that has written to its parameters. Torch counts no writes to `data`.
 
         Raises:
-            RotationError: the values, or their version, are others than those that were gathered.
+            RotationError: the version is another one than that of the values that were gathered.
         """
-        digest, self._digest = self._digest, None
         version = 0 if whole.is_inference() else version_of(whole)
-        if version != self._version or digest not in (None, digest_of(whole.detach())):
+        if version != self._version:
             raise RotationError(
                 f"{self.name} is written to by a forward, but each rank has only its shard of it; "
                 "keep its module whole by a rule of None"
