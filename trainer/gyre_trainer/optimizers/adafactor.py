@@ -122,7 +122,7 @@ class _Step:
         rate = max(self._options["eps"][1], scale) * self._rate / max(1.0, bound)
         self._parameter.mul_(1 - float(self._options["lr"]) * self._options["weight_decay"])
         self._parameter.add_(self._update(), alpha=-rate)
-        torch.autograd.graph.increment_version(self._whole)  # its shard has another one
+        torch.autograd.graph.increment_version(self._whole)  # writes to its shard do not raise it
 
     def _update(self) -> Tensor:
         """The gradient by the root of its variance; made twice, so that one exists at a time."""

@@ -115,7 +115,7 @@ class _StochasticRounding(Optimizer):
             device=local.device,
         )
         local_of(parameter.detach()).copy_(rounded(local, noise))
-        torch.autograd.graph.increment_version(parameter)  # a shard has another version
+        torch.autograd.graph.increment_version(parameter)  # writes to a shard do not raise it
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states as they were saved; torch would cast them to their parameter's dtype."""
