@@ -187,7 +187,7 @@ def adapters_inside_a_block() -> None:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (magnitudes, ["reads the weights of a Linear", "use_dora=False"]),
+        (magnitudes, ["reads the weights of its layer", "use_dora=False"]),
         (adapters_inside_a_block, ["after it was rotated", "adapters", "Change the model first"]),
     ],
 )

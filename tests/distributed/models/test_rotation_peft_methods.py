@@ -201,7 +201,7 @@ def refusal(kind: str) -> str:
         ("prompt", "prompts need get_peft_model first"),
         ("dora", "the adapter reads weights"),
         ("pissa", "the adapter reads weights"),
-        ("oft, then rotated", "peft's Linear reads the weights of a Linear"),
+        ("oft, then rotated", "peft's Linear reads the weights of its layer"),
     ],
 )
 def test_what_needs_whole_weights_later_is_refused(

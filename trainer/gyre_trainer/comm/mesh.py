@@ -94,20 +94,17 @@ def unnamed(mesh: DeviceMesh) -> DeviceMesh:
     if found is None:
         # A mesh reads the values of its tensor of ranks, which a fake tensor has not.
         with without_dispatch():
-            found = _UNNAMED[mesh] = _same_groups(mesh)
+            if mesh.ndim == 1:
+                found = DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
+            else:
+                # `from_group` wants names for several axes, but nothing here needs them.
+                groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+                found = DeviceMesh.from_group(
+                    groups, mesh.device_type, mesh.mesh, mesh_dim_names=names
+                )
+                found._mesh_dim_names = None
+        _UNNAMED[mesh] = found
     assert isinstance(found, DeviceMesh)
-    return found
-
-
-def _same_groups(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim == 1:
-        return DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
-    # `from_group` wants names for several axes, but nothing here needs them.
-    names = mesh.mesh_dim_names
-    found = DeviceMesh.from_group(
-        mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=names
-    )
-    found._mesh_dim_names = None
     return found
 
 

@@ -415,11 +415,15 @@ class Ring:
             return Hop(self._start(legs, stream), self)
         for leg in legs:  # 3 us a hop
             (torch.ops.gyre.recv if leg.arrives else torch.ops.gyre.send)(leg.tensor)
+        # a hop in flight may send this tensor with another identity behind it: one that was started
+        # ahead for a backward, while the forward is computed again
+        address = outgoing.data_ptr()
+        is_busy = any(h.outgoing == address and h.identity != identity for h in self.in_flight)
         with without_dispatch():
             frames = [
                 _Frame.arriving(leg.tensor)
                 if leg.arrives
-                else _Frame.leaving(leg.tensor, identity, is_busy=self._sends(leg.tensor, identity))
+                else _Frame.leaving(leg.tensor, identity, is_busy=is_busy)
                 for leg in legs
             ]
             framed_legs = [
@@ -428,15 +432,7 @@ class Ring:
             waits = self._start(framed_legs, stream)
         is_compared = bool(legs) and legs[0].arrives
         kept = frames if is_compared else ()
-        return Hop(waits, self, identity, kept, self._global(-direction), outgoing.data_ptr())
-
-    def _sends(self, flat: Tensor, identity: int) -> bool:
-        """Whether a hop in flight sends this tensor with another identity behind it.
-
-        So does one that was started ahead for a backward, while the forward is computed again.
-        """
-        address = flat.data_ptr()
-        return any(hop.outgoing == address and hop.identity != identity for hop in self.in_flight)
+        return Hop(waits, self, identity, kept, self._global(-direction), address)
 
     def _start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
         try:

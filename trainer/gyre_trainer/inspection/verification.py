@@ -22,7 +22,7 @@ from gyre_trainer.inspection.agreement import refuse_together
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.recomputation import (
     generators_of,
-    outside_of_layers,
+    in_layer,
     set_states,
     states_of,
 )
@@ -229,7 +229,7 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
             return
         try:
             # A checkpoint around the call counts saved tensors; the checks are not made again.
-            with outside_of_layers(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            with in_layer(None), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
                 is_checked = verify_module(rotated.rotation, args, kwargs)
         except Exception as error:
             if rule is not None and not isinstance(error, TrainError):

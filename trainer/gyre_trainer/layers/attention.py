@@ -187,15 +187,11 @@ class AttentionRule(Rule):
 
     def num_heads(self, cuts: Sequence[Cut]) -> int:
         """The query heads of the whole module; 0 where the widths of the layers do not say it."""
-        queries, keys = self._widths(cuts)
-        return self.num_kv_heads * queries // keys if keys > 0 else 0
-
-    def _widths(self, cuts: Sequence[Cut]) -> tuple[int, int]:
-        """Features of all queries, and of all keys."""
         widths = {cut.name: cut.shape[cut.dim] for cut in cuts}
         queries = widths[f"{self.output}.weight"]
         inputs = [widths[f"{name}.weight"] for name in self.inputs]
-        return queries, (inputs[0] - queries) // 2 if len(inputs) == 1 else min(inputs)
+        keys = (inputs[0] - queries) // 2 if len(inputs) == 1 else min(inputs)
+        return self.num_kv_heads * queries // keys if keys > 0 else 0
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; the module reads the slice's numbers of heads meanwhile."""

@@ -295,7 +295,8 @@ class _Calls:
     def begin(self, no_tokens: Tensor) -> None:
         self._no_tokens, self._next, self._without_tokens = no_tokens, 0, False
 
-    def before(self, index: int) -> None:
+    @uncompiled
+    def before(self, index: int, _expert: nn.Module, _args: Any) -> None:
         """Call the experts between the last one and ``index``, which is called now."""
         if self._no_tokens is None:
             return
@@ -309,14 +310,16 @@ class _Calls:
         self._call_up_to(index)
         self._next = index + 1
 
-    def before_other(self, number: int) -> None:
+    @uncompiled
+    def before_other(self, number: int, _module: nn.Module, _args: Any) -> None:
         """Call the experts that are left before another module, if it follows them."""
         if self._no_tokens is None:
             return
         if self._order.follows(number, after_expert=self._next > 0):
             self._call_up_to(len(self._experts))
 
-    def after_other(self, output: Any) -> None:
+    @uncompiled
+    def after_other(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Note what another module returned, if it was called before the experts."""
         if self._no_tokens is not None and not (self._next or self._without_tokens):
             self._outputs += [each.flatten()[:0] for each in _numbers(output) if each.requires_grad]
@@ -385,25 +388,10 @@ def call_every_expert(model: nn.Module) -> None:
             module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
             for index, expert in enumerate(listed):
                 # before the hook that compares the expert, a collective, so that all ranks agree
-                expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
+                expert.register_forward_pre_hook(partial(calls.before, index), prepend=True)
             for number, other in enumerate(others):
-                other.register_forward_pre_hook(partial(_before_other, calls, number), prepend=True)
-                other.register_forward_hook(partial(_after_other, calls))
-
-
-@uncompiled
-def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
-    calls.before(index)
-
-
-@uncompiled
-def _before_other(calls: _Calls, number: int, _module: nn.Module, _args: Any) -> None:
-    calls.before_other(number)
-
-
-@uncompiled
-def _after_other(calls: _Calls, _module: nn.Module, _args: Any, output: Any) -> None:
-    calls.after_other(output)
+                other.register_forward_pre_hook(partial(calls.before_other, number), prepend=True)
+                other.register_forward_hook(partial(calls.after_other))
 
 
 def _numbers(output: Any) -> list[Tensor]:

@@ -136,21 +136,10 @@ def _attributes(module: nn.Module) -> Iterator[str]:
 
 
 def _function(cls: type, name: str) -> FunctionType:
-    """The function of a class, without the decorators of its library.
-
-    Raises:
-        UnknownCode: it is none, or decorated by other code.
-    """
+    """The function of a class, as `_unwrapped` gives it."""
     found = inspect.getattr_static(cls, name, None)
     found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-    while isinstance(found, FunctionType) and hasattr(found, "__wrapped__"):
-        # `functools.wraps` copies the name of the module, but not the globals
-        if not _is_of(found.__globals__["__name__"], ("transformers", "torch")):
-            raise UnknownCode(f"{cls.__name__}.{name} is wrapped")
-        found = found.__wrapped__
-    if not isinstance(found, FunctionType):
-        raise UnknownCode(f"{cls.__name__}.{name} is no function of Python")
-    return found
+    return _unwrapped(found, f"{cls.__name__}.{name}")
 
 
 def _function_code(function: FunctionType, cls: type | None, seen: set[Any]) -> Iterator[str]:
@@ -178,7 +167,7 @@ def _global_code(name: str, value: Any, seen: set[Any]) -> Iterator[str]:
     """The code of a function that another one names, or what else the name stands for."""
     if isinstance(value, FunctionType) and not _is_of(value.__module__, ("torch",)):
         yield f"{name}:"
-        yield from _function_code(_unwrapped(value), None, seen)
+        yield from _function_code(_unwrapped(value, name), None, seen)
     else:
         yield f"{name} = {_name(value)}"
 
@@ -195,11 +184,19 @@ def _method_code(name: str, cls: type, seen: set[Any]) -> Iterator[str]:
         yield f"self.{name} = {_name(value)}"
 
 
-def _unwrapped(function: FunctionType) -> FunctionType:
-    while hasattr(function, "__wrapped__") and isinstance(function.__wrapped__, FunctionType):
+def _unwrapped(function: Any, name: str) -> FunctionType:
+    """A function without the decorators of its library.
+
+    Raises:
+        UnknownCode: it is none, or decorated by other code.
+    """
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        # `functools.wraps` copies the name of the module, but not the globals
         if not _is_of(function.__globals__["__name__"], ("transformers", "torch")):
-            raise UnknownCode(f"{function.__qualname__} is wrapped")
+            raise UnknownCode(f"{name} is wrapped")
         function = function.__wrapped__
+    if not isinstance(function, FunctionType):
+        raise UnknownCode(f"{name} is no function of Python")
     return function
 
 
@@ -572,13 +569,9 @@ def _of_module(row: Rule, module: nn.Module) -> Rule:
     return replace(
         row,
         num_kv_heads=_num_kv_heads(row, module),
-        counts=_read(module, row.counts),
+        counts=tuple(name for name in row.counts if count_of(module, name) is not None),
         tables=tuple(tables),
     )
-
-
-def _read(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if count_of(module, name) is not None)
 
 
 def _num_kv_heads(row: AttentionRule, module: nn.Module) -> int:

@@ -77,30 +77,19 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
     Raises:
         RotationError: one of them is missing or not linear.
     """
-    weights, biases = [], []
+    weights, biases, layers = [], [], dict(module.named_modules())
     for name in (*inputs, output):
-        layer = layer_of(module, name)
-        closes = name == output
+        layer, closes = layers.get(name), name == output
+        if not isinstance(layer, nn.Linear):
+            raise RotationError(
+                f"{type(module).__name__}.{name} is {type(layer).__name__}, "
+                "but the rule needs a Linear there"
+            )
         weight, bias = layer.get_parameter("weight"), parameters_of(layer)["bias"]
         weights.append(Cut(f"{name}.weight", tuple(weight.shape), int(closes)))
         if bias is not None:
             biases.append(Cut(f"{name}.bias", tuple(bias.shape), 0, padded=closes))
     return weights + biases
-
-
-def layer_of(module: nn.Module, name: str) -> nn.Linear:
-    """The linear layer of this name.
-
-    Raises:
-        RotationError: it is missing or not linear.
-    """
-    layer = dict(module.named_modules()).get(name)
-    if not isinstance(layer, nn.Linear):
-        raise RotationError(
-            f"{type(module).__name__}.{name} is {type(layer).__name__}, "
-            "but the rule needs a Linear there"
-        )
-    return layer
 
 
 def owner_of(module: nn.Module, count: str) -> tuple[Any, str]:

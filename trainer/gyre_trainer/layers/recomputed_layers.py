@@ -203,7 +203,12 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         for tensor in arguments.take_tensors()
     ]
     # Plain tensors may stand in the place of parameters while the model runs.
-    parameters, replay = list(_parameters_of(module)), Replay()
+    parameters = [
+        (parameters_of(each), name, parameter)
+        for each in module.modules()
+        for name, parameter in parameters_of(each).items()
+    ]
+    replay = Replay()
 
     def compute(*given: Tensor) -> Any:
         args, kwargs = arguments.call(arguments.leaves, given)
@@ -240,13 +245,6 @@ def _warn_of(module: nn.Module, argument: object) -> None:
         "(use_cache=False for a cache of keys and values)",
         stacklevel=2,
     )
-
-
-def _parameters_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    for each in module.modules():
-        parameters: dict[str, Any] = parameters_of(each)
-        for name, parameter in parameters.items():
-            yield parameters, name, parameter
 
 
 @contextmanager

@@ -211,12 +211,12 @@ class Replay:
         node = _Saved.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
         if self.began:
             self.ran_again = True
-            with _as_current(None):
+            with in_layer(None):
                 yield
             return
         self.began, self._node = True, node
         try:
-            with _as_current(self):
+            with in_layer(self):
                 yield
         finally:
             self._node = None
@@ -242,16 +242,10 @@ class _Saved(torch.autograd.Function):
 
 
 @contextmanager
-def _as_current(replay: Replay | None) -> Iterator[None]:
+def in_layer(replay: Replay | None) -> Iterator[None]:
+    """A context for calls of a layer; None for those of none, such as calls that check a rule."""
     token = REPLAY.set(None if replay is None else replay.before_hops)
     try:
         yield
     finally:
         REPLAY.reset(token)
-
-
-@contextmanager
-def outside_of_layers() -> Iterator[None]:
-    """A context for calls that are none of a layer's own, such as those that check a rule."""
-    with _as_current(None):
-        yield

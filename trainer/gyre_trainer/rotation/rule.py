@@ -242,19 +242,16 @@ class DeferWeightGrads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not args:  # by keywords, which no known layer does
             return result
-        if func in _UNBIND and id(args[0]) in self._deferred.positions:
-            self._note_entries(self._deferred.positions[id(args[0])], result)
+        position = self._deferred.positions.get(id(args[0])) if func in _UNBIND else None
+        if position is not None and result and result[0].ndim == 2:
+            self._deferred.entries.update(
+                {id(tensor): (position, entry, tensor) for entry, tensor in enumerate(result)}
+            )
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._deferred.entries.clear()
-
-    def _note_entries(self, position: int, tensors: Sequence[Tensor]) -> None:
-        if tensors and tensors[0].ndim == 2:
-            self._deferred.entries.update(
-                {id(tensor): (position, entry, tensor) for entry, tensor in enumerate(tensors)}
-            )
 
     def _linear(
         self,

@@ -218,7 +218,7 @@ def _written_on_meta(
 def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> list[_Target]:
     """The parameters that a call changes; found on `meta`, without random numbers."""
     state = torch.get_rng_state()
-    before = [_storage(target) for target in targets]
+    before = [storage_number(target.twin) for target in targets]
     with _Written() as written, _writing_on_meta():
         try:
             init(module)
@@ -237,12 +237,8 @@ def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> l
     return [  # `parameter.data = values` gives it another storage
         target
         for target, old in zip(targets, before, strict=True)
-        if _storage(target) != old or old in written.storages
+        if storage_number(target.twin) != old or old in written.storages
     ]
-
-
-def _storage(target: _Target) -> int:
-    return storage_number(target.twin)
 
 
 def _whole(target: _Target) -> nn.Parameter:
@@ -336,7 +332,7 @@ def _made_again(
         if (
             found is not None
             and _is_like(module, found)
-            and (_has_all(module, found) or not around)
+            and (_buffers_of(module).keys() <= _buffers_of(found).keys() or not around)
         ):
             return found
     reason = "" if failed is None else f" ({type(failed).__name__}: {failed})"
@@ -386,11 +382,6 @@ def _is_like(module: nn.Module, made: nn.Module) -> bool:
         and all(shapes.get(each, p.shape) == p.shape for each, p in made.named_parameters())
         and all(own.get(each, value) == value for each, value in _plain_values(made).items())
     )
-
-
-def _has_all(module: nn.Module, made: nn.Module) -> bool:
-    """Whether the second module has all buffers of the first one."""
-    return _buffers_of(module).keys() <= _buffers_of(made).keys()
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ than their memory is worth. Where nothing else is trained they stay plain tensor
 them. Other methods of peft compute with weights of the layer, which no rank has whole.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -38,8 +37,8 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
     kind = own_class(module)
     if not _calls_layer(kind) or getattr(layer, "lora_magnitude_vector", None):
         raise RotationError(
-            f"peft's {kind.__name__} reads the weights of a {_inmost(layer)}, and each rank has a "
-            "shard. Use LoRA of layers (use_dora=False, no target_parameters), or (IA)3"
+            f"peft's {kind.__name__} reads the weights of its layer, and each rank has a shard. "
+            "Use LoRA of layers (use_dora=False, no target_parameters), or (IA)3"
         )
     for name in ("merge", "unmerge"):
         vars(module)[name] = partial(_refuse_to_merge, module)
@@ -120,26 +119,13 @@ def is_adapted_layer(module: nn.Module) -> bool:
     )
 
 
-def _inmost(layer: Any) -> str:
-    """The class of the layer that all adapters are around."""
-    while hasattr(layer, BASE_LAYER):
-        layer = layer.base_layer
-    return own_class(layer).__name__
-
-
-def adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of all adapters in a model."""
-    for module in model.modules():
-        for adapter in adapters_of(module):
-            yield from adapter.parameters()
-
-
 def plain_adapters(model: nn.Module) -> list[nn.Parameter]:
     """The adapters' parameters, where they are plain tensors with values and all that is trained.
 
     An optimizer does not take plain tensors and DTensors together.
     """
-    adapters = list(dict.fromkeys(adapter_parameters(model)))
+    modules = [adapter for module in model.modules() for adapter in adapters_of(module)]
+    adapters = list(dict.fromkeys(each for module in modules for each in module.parameters()))
     others = {p for p in model.parameters() if p.requires_grad} - set(adapters)
     if others or any(isinstance(each, DTensor) or each.is_meta for each in adapters):
         return []

@@ -224,14 +224,18 @@ class ReplicatedModule(ShardedModule):
         """
         assert isinstance(self, nn.Module)
         if self.outer_dtype is not None:
-            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+            to_outer = partial(cast, dtype=self.outer_dtype)
+            args, kwargs = tree_map_only(Tensor, to_outer, (args, kwargs))
         own = self._readable()
         if not own:
             return method(*args, **kwargs)
         wholes = {name: own[name] for name in self.gathered if name in own}
         with ExitStack() as stack:
             if wholes and torch.is_grad_enabled():
-                stack.enter_context(saved_by_place(self._by_storage(wholes)))
+                read = {
+                    storage_number(each): (each, self.gathered[n]) for n, each in wholes.items()
+                }
+                stack.enter_context(saved_by_place(read))
             stack.enter_context(swapped(self, own))
             output = method(*args, **kwargs)
         for name, whole in wholes.items():
@@ -261,14 +265,6 @@ class ReplicatedModule(ShardedModule):
         for name, each in self.gathered.items():
             if each.owner is not self and has_forward(each.owner):
                 yield name, parameters_of(each.owner)[each.last]
-
-    def _by_storage(
-        self, wholes: Mapping[str, Tensor]
-    ) -> dict[int, tuple[Tensor, GatheredParameter]]:
-        return {storage_number(each): (each, self.gathered[n]) for n, each in wholes.items()}
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return cast(tensor, self.outer_dtype)
 
 
 class ReplicatedAttention(ReplicatedModule):
