@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.comm.identity import BufferPool, with_room
+from gyre_trainer.comm.identity import BufferPool
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Leg, ProcessGroupTransport, Ring, Stream, Wait, ring_of
 from gyre_trainer.layers.attention import rope_table
@@ -79,9 +79,10 @@ def _nothing() -> None:
     """The wait for a copy on a CPU, which is over when it returns."""
 
 
-def _filled(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    buffer = with_room(numel, dtype, device, is_scratch=True)
-    return buffer.normal_(std=_WEIGHT_STD) if dtype.is_floating_point else buffer.zero_()
+class _FilledPool(BufferPool):
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = super().allocate(numel, dtype, device)
+        return buffer.normal_(std=_WEIGHT_STD) if dtype.is_floating_point else buffer.zero_()
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Itera
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         ring = ring_of(make_mesh(device.type))
-        ring.transport, ring.pool = CopyTransport(ring, device, hops=hops), BufferPool(_filled)
+        ring.transport, ring.pool = CopyTransport(ring, device, hops=hops), _FilledPool()
         yield
     finally:
         dist.destroy_process_group()

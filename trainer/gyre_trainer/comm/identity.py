@@ -35,9 +35,6 @@ from torch.autograd.profiler import record_function
 from gyre_trainer.errors import RotationError
 from gyre_trainer.torch_internals import profiler_enabled
 
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
-"""Makes a flat tensor: the number of its elements, its dtype, its device."""
-
 _NUMBER_BYTES = 8
 _ROOM_BYTES = 2 * _NUMBER_BYTES  # the number, where eight divide its address
 
@@ -103,10 +100,8 @@ class BufferPool:
             every buffer.
     """
 
-    def __init__(self, allocate: Allocate | None = None) -> None:
-        """``allocate`` makes the buffers; None for memory of torch with room behind them."""
+    def __init__(self) -> None:
         self.largest_whole_numel = 0
-        self._allocate = allocate or _scratch
         self._streams: dict[torch.device, object] = {}
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self._numel: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -125,7 +120,11 @@ class BufferPool:
             return self._free[key].pop()
         # an inference tensor could not carry gradients later
         with torch.inference_mode(mode=False):
-            return self._allocate(self._numel[key], dtype, device)
+            return self.allocate(self._numel[key], dtype, device)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new buffer, with room behind any part of it."""
+        return with_room(numel, dtype, device, is_scratch=True)
 
     def put(self, buffer: Tensor) -> None:
         """Give back a buffer of `take`. One that is smaller than buffers are now is dropped.
@@ -145,10 +144,6 @@ class BufferPool:
                 f"{device}: rotated modules were called on one CUDA stream and now on another, "
                 "but they share buffers. Call them, and backward, on one stream."
             )
-
-
-def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return with_room(numel, dtype, device, is_scratch=True)
 
 
 _NOTHING = nullcontext()
