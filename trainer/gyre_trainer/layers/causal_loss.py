@@ -31,7 +31,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, ow
 from gyre_trainer.torch_internals import is_fake, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
 
-# What a key of the configuration says of the loss, and the families that have it. One of a family
+# The effect of a configuration's key on the loss, and the families that have it. One of a family
 # missing here shows in the comparison with the library's own loss.
 _KEYS: tuple[tuple[str, str, str], ...] = (
     ("final_logit_softcapping", "cap", "Gemma 2, 3, 3n, T5Gemma, VaultGemma"),
@@ -111,7 +111,7 @@ class LossHead(nn.Module):
     Attributes:
         head: the head, rotated or not.
         compute: takes the head and its input, and returns the loss; None where logits are wanted.
-        loss: what it returned.
+        loss: its result.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -148,7 +148,7 @@ class LibraryModel:
 
     Attributes:
         name: of its class.
-        arguments: what its forward takes.
+        arguments: those of its forward.
         is_encoder_decoder: whether labels are the decoder's targets as they are.
     """
 
@@ -217,7 +217,7 @@ class LibraryModel:
     def _run(
         self, inputs: Mapping[str, Any], compute: Callable[[nn.Linear, Tensor], Tensor]
     ) -> tuple[Tensor, Any]:
-        """What ``compute`` returns, and the model's output."""
+        """The result of ``compute``, and the model's output."""
         more = {"use_cache": False} if "use_cache" in self.arguments else {}
         with self._in_place(compute):
             output = self._model(**more | dict(inputs))

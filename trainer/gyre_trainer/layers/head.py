@@ -143,7 +143,7 @@ class GradientAhead:
             chunk: the tokens.
             own_T: the log-sum-exp over the slice's classes.
             logits_TV: of these tokens and the slice's classes, transformed; overwritten.
-            transform: what was done to them.
+            transform: how they were transformed.
             weight_VD: the slice's rows.
         """
         before_T, mean_TD = self.log_sum_exp_T[chunk], self.mean_TD[chunk]
@@ -349,7 +349,7 @@ class TokenLogProbs(NamedTuple):
 
     Attributes:
         log_probs: of the targets, in nats; 0 for ignored targets.
-        log_sum_exp: of the logits. Its square is what a z-loss adds.
+        log_sum_exp: of the logits. A z-loss adds its square.
         entropy: of the distribution over all classes, in nats; None unless it was asked for.
     """
 

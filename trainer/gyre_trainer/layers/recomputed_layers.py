@@ -4,7 +4,7 @@ Also here:
 
 * Norms under recomputation keep only their input, and the modules after them keep nothing.
 
-Layers of which only the input is kept: torch's checkpoint around each.
+Layers that keep only their input: torch's checkpoint around each.
 
 Backward runs a layer's forward again, up to the last tensor that it needs, so slices of what comes
 before travel once more.

@@ -70,13 +70,13 @@ class _Target:
 
 @torch.no_grad()
 def _fill(model: nn.Module, seed: int) -> None:
-    """Fill this rank's shards by `_init_weights`, and by `reset_parameters` for the rest.
+    """Fill this rank's shards by `_init_weights`, and the rest by `reset_parameters`.
 
     A tied parameter has the values of its first place, as if it had been tied afterwards. Random
     numbers are drawn on the CPU, and later ones are as if none had been drawn here.
 
     Raises:
-        RotationError: nothing gives values to a parameter, or one depends on its earlier value.
+        RotationError: nothing gives values to a parameter, or one depends on its value before.
     """
     targets = _targets(model)
     left = dict(targets)
@@ -447,8 +447,8 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
     The values are those of one process: the same for every number of ranks, and for a parameter
     that is not rotated. A model with a method `_init_weights`, as transformers' are, gets the very
     values of that method after `torch.manual_seed(seed)` on the CPU; parameters that it leaves, and
-    those of other models, get the values of `reset_parameters` of their modules. Each rank draws
-    all values, and holds one module's parameters whole at a time. Buffers on `meta` are made by the
+    those of other models, get theirs from `reset_parameters` of their modules. Each rank draws all
+    values, and holds one module's parameters whole at a time. Buffers on `meta` are made by the
     constructors of their modules, where these take a `config` alone: their own, or that of the
     nearest module around them.
 

@@ -199,7 +199,7 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
     return bool(storage_number(one) == storage_number(other))
 
 
-# From a parameter to a weak reference; what it refers to lives as long as a module rotates it.
+# From a parameter to a weak reference; its object lives as long as a module rotates it.
 _SHARDED = WeakIdKeyDictionary()
 _SUCCESSORS = WeakIdKeyDictionary()  # from a parameter that was cut to a weak reference, likewise
 

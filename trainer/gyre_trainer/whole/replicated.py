@@ -560,7 +560,7 @@ def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Paramet
 def register_forward_method(model: nn.Module, name: str) -> None:
     """Let a method of a rotated model read the model's own parameters, as its forward does.
 
-    Outside a forward they are DTensors, which torch refuses beside plain tensors. A method that
+    Outside a forward they are DTensors, which torch refuses next to plain tensors. A method that
     only calls modules inside needs no registration.
 
     Args:
