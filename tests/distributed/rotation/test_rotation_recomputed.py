@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all
 from gyre_trainer.training.gpt import Block, GPTConfig
@@ -67,10 +68,11 @@ class InOneBlock(nn.Module):
         self.block, self.checkpointed = Block(CONFIG), checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
+        rope = rope_table(TIME, DIM // 6, 100.0, x.device)
         output: Tensor = (
-            checkpoint(self.block, x, None, use_reentrant=False)
+            checkpoint(self.block, x, rope, use_reentrant=False)
             if self.checkpointed
-            else self.block(x, None)
+            else self.block(x, rope)
         )
         return output
 
