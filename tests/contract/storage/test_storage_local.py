@@ -23,7 +23,7 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
-from gyre_daemon.storage.beneath import Root
+from gyre_daemon.storage.beneath import LocalFile, OpenBeneath
 from gyre_daemon.storage.sources import local
 from gyre_daemon.storage.sources.local import ThreadReads
 
@@ -222,14 +222,14 @@ class TestLocal(StorageContract):
         """
         place.put("0.bin", b"1")
         place.put("1.bin", b"1")
-        opened = Root.open
+        opened = LocalFile.open
 
-        def open_some(root: Root, name: str, flags: int) -> int:
-            if name == "1.bin":
+        def open_some(file: LocalFile, open_beneath: OpenBeneath | None = None) -> int:
+            if file.name == "1.bin":
                 raise PermissionError(errno.EACCES, "Permission denied")
-            return opened(root, name, flags)
+            return opened(file, open_beneath)
 
-        monkeypatch.setattr(Root, "open", open_some)
+        monkeypatch.setattr(LocalFile, "open", open_some)
         with pytest.raises(
             NotAllowed, match=r"may not read shard 1\.bin; grant its user read access"
         ):
