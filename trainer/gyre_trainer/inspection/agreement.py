@@ -67,8 +67,8 @@ def count_alike(mesh: DeviceMesh) -> None:
 
     A refusal, or a copy of a model that one rank made alone, leaves them with other numbers.
     """
-    modules = ring_of(mesh).modules
-    modules.count = max(_gathered(modules.count, mesh))
+    ring = ring_of(mesh)
+    ring.modules.count = ring.largest(ring.modules.count, 0)
 
 
 def _gathered(here: _Here, mesh: DeviceMesh) -> list[_Here]:
