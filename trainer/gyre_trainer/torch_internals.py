@@ -33,7 +33,6 @@ from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_map_only,
     tree_unflatten,
 )
@@ -66,7 +65,6 @@ __all__ = [
     "storage_number",
     "tree_flatten",
     "tree_leaves",
-    "tree_map",
     "tree_map_only",
     "tree_unflatten",
     "uncompiled",
@@ -110,7 +108,7 @@ def storage_number(tensor: Tensor) -> int:
 
     `data_ptr()` is 0 for empty and for fake tensors.
     """
-    return int(tensor.untyped_storage()._cdata)
+    return id(tensor.untyped_storage())  # torch keeps the one object of a storage
 
 
 def version_of(tensor: Tensor) -> int:

@@ -167,7 +167,7 @@ class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         result = func(*args, **kwargs)
         self.num_operators += 1
-        self.operations += _operations(func._overloadpacket, args, kwargs, result)
+        self.operations += _operations(func.overloadpacket, args, kwargs, result)
         self.sent_bytes += _sent_bytes(func, args)
         self._count(func, given, result)
         return result

@@ -219,7 +219,7 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
         try:
-            if not func._schema.is_mutable:
+            if not _writes_to_first(func):
                 fake = func(*args, **kwargs)
                 if any(each.nbytes > _MAX_BYTES for each in tensors_in(fake)):
                     return fake
@@ -239,7 +239,7 @@ def _places(index: Any) -> list[Any]:
 
 
 def _writes_to_first(func: Any) -> bool:
-    name: str = func._overloadpacket.__name__
+    name: str = func.overloadpacket.__name__
     return func.namespace == "aten" and name.endswith("_")
 
 
@@ -247,7 +247,7 @@ def _makes_known(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator that is given no tensor makes indices or a mask; codes have 8 bits."""
     dtype = kwargs.get("dtype")
     is_index = dtype in (torch.int64, torch.int32, torch.bool)
-    return is_index or (dtype is None and func._overloadpacket is _aten.arange)
+    return is_index or (dtype is None and func.overloadpacket is _aten.arange)
 
 
 def _even_choices(chosen: Tensor, dim: int, shape: Sequence[int]) -> Tensor:

@@ -37,7 +37,6 @@ from queue import Empty, SimpleQueue
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
 
 from gyre_trainer.comm.identity import Modules
 from gyre_trainer.errors import RingError, RotationError
@@ -177,7 +176,8 @@ class HangDiagnosis:
         self._verdict: Verdict | None = None
         if len(self._ranks) > 1 and dist.get_backend(group) != "fake":
             # A connection of its own: torch's may be blocked in a wait for another rank.
-            store = _get_default_store().clone()  # type: ignore[attr-defined]
+            assert dist.group.WORLD is not None
+            store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]
             self._store = PrefixStore(f"gyre hang diagnosis of {name}", store)
             # An earlier group with this store and this name may have left one.
             for key in (str(self._rank), _hop_of(self._rank)):

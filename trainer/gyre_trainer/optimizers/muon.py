@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-from torch.optim.optimizer import _to_scalar
 
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.optimizers.shard import OwnShard, own_shard_of
@@ -154,7 +153,9 @@ class _Matrix:
 
     def apply(self, update: Tensor) -> None:
         """Change this rank's shard by its shard of the orthogonal matrix."""
-        rate, local = _to_scalar(self.options["lr"]), local_of(self.whole)
+        rate, local = self.options["lr"], local_of(self.whole)
+        if isinstance(rate, Tensor):
+            rate = rate.squeeze()  # in float32, as torch's Muon computes with it
         adjusted = _adjust_lr(rate, self.options["adjust_lr_fn"], self.whole.shape)
         local.mul_(1 - rate * self.options["weight_decay"])
         local.add_(update, alpha=-adjusted)

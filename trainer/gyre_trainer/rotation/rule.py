@@ -285,9 +285,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(source, weight)
         ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(source))
-        output = F.linear(source, weight, bias)
         # With a bias and three dims or more it is a view, which nothing may write to in place.
-        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+        return F.linear(source, weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -59,7 +59,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.futures import Future
-from torch.serialization import _get_layout
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.shards.tensor_files import open_regular
@@ -80,11 +79,12 @@ _CLASSES = (
     _StorageInfo,
     collections.OrderedDict,
 )
+_LAYOUTS = {str(it): it for it in vars(torch).values() if isinstance(it, torch.layout)}
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
     **{("torch", name): it for name, it in vars(torch).items() if isinstance(it, torch.dtype)},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
+    ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,  # by the name of a layout
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,  # written by Python 3.13
 }
@@ -124,9 +124,9 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointRejected: it is damaged, or holds something else than metadata.
         """
-        path = self._get_metadata_path(kwargs.get("rank"))
+        path = Path(self.path) / ".metadata"
         try:
-            with open_regular(Path(path)) as file:
+            with open_regular(path) as file:
                 metadata: Metadata = _Unpickler(file).load()
             _require_metadata(metadata)
         except OSError as error:
