@@ -139,7 +139,8 @@ def test_the_audit_log_says_who_read_what(node: Node, alice: User, bob: User) ->
     for line in (begun, ended):
         assert (line["user"], line["pid"]) == (f"uid:{ALICE}", alice.pid)
         assert (line["dataset"], line["rank"]) == ("open", 0)
-    assert (ended["batches"], ended["bytes"]) == (2, 2 * 640), "40 ids and token rows, aligned"
+    assert ended["batches"] in (1, 2), "the second may be sent after the stream has ended"
+    assert ended["bytes"] == ended["batches"] * 640, "40 ids and token rows, aligned"
     assert ended["seconds"] >= 0
     with pytest.raises(Refused):
         bob.call("OpenSession", open_request("secret\n\x1b[2J\x9b"))
