@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 from msgspec import Struct
 
 from gyre_daemon.access.credentials import Credentials
@@ -454,9 +453,11 @@ class _Daemon:
         )
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        if not self._private:  # nobody asks a private daemon for its calls, and it starts sooner
+            from grpc_reflection.v1alpha import reflection  # noqa: PLC0415
+
+            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
         bound = [self._bind(server, address) for address in addresses]
         await server.start()
         self._servers.append(server)

@@ -15,7 +15,6 @@ import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -154,6 +153,8 @@ def _nanoseconds(text: str) -> int | None:
         return round(float(text) * 1e6) * 1000
     except (OverflowError, ValueError):
         pass
+    from email.utils import parsedate_to_datetime  # noqa: PLC0415  # for objects alone
+
     for parse in (datetime.datetime.fromisoformat, parsedate_to_datetime):
         try:
             time = parse(text)

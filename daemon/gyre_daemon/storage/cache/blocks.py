@@ -38,7 +38,6 @@ import logging
 import mmap
 import os
 import struct
-import tempfile
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -581,6 +580,8 @@ def open_disk_cache(folder: Path, limit_bytes: int) -> DiskCache | None:
 
 def _check_holes(folder: Path) -> None:
     """Check that the file system can make holes in files, by which space is given back."""
+    import tempfile  # noqa: PLC0415  # by a daemon with a disk cache alone
+
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(8192))
         file.flush()
