@@ -453,7 +453,7 @@ class _Daemon:
         )
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if not self._private:  # nobody asks a private daemon for its calls, and it starts sooner
+        if not self._private:  # clients of a private daemon know its calls, and it starts sooner
             from grpc_reflection.v1alpha import reflection  # noqa: PLC0415
 
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
