@@ -196,9 +196,15 @@ def start(command: Sequence[str], environment: dict[str, str]) -> "subprocess.Po
 
 
 def outcome(command: Sequence[str], environment: dict[str, str]) -> tuple[int, dict[str, Any]]:
-    """The exit status of a command, and its output without what was done before it."""
-    with start(command, environment) as process:
-        text, error = process.communicate(timeout=300)
+    """The exit status of a command, and its output without what was done before it.
+
+    On a busy machine a process that Ray starts for a driver may end at once: it is tried again.
+    """
+    for _ in range(3):
+        with start(command, environment) as process:
+            text, error = process.communicate(timeout=300)
+        if "Starting Ray client server failed" not in error:
+            break
     assert text, error
     before = "num_reused", "num_measured", "shards", "folder", "seconds"
     value = json.loads(text)

@@ -156,7 +156,7 @@ def test_who_asks_for_much_does_not_hold_up_what_others_ask(
     gyred: StartDaemon, tmp_path: Path
 ) -> None:
     """What is computed for calls has its turns by user, as what is read has."""
-    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n' * 100_000)
+    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n' * 3_000_000)
     lines = {"uri": str(tmp_path / "lines.jsonl"), "format": "jsonl"}
     daemon = gyred({"datasets": {"lines": lines}})
     request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="lines"), lengths=True)
@@ -176,7 +176,7 @@ def test_who_asks_for_much_does_not_hold_up_what_others_ask(
             asked += [
                 describe.future(request, metadata=busy.metadata, timeout=120) for _ in range(8)
             ]
-        next(iter(asked)).result()
+        asked[0].result()
         assert ask(request, metadata=user.metadata, timeout=120).lengths
         num_left = sum(not each.done() for each in asked)
         for each in asked:
