@@ -24,7 +24,7 @@ import secrets
 import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -37,7 +37,7 @@ from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.ownership import NotOurs, is_ours, make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.beneath import LocalFile, OpenBeneath
 from gyre_daemon.storage.mounts import MOUNTS
 
 Arrays = Mapping[str, np.ndarray]
@@ -167,7 +167,7 @@ class InFolder(Struct, frozen=True):
         """The path."""
         return f"{self.folder}/{self.name}"
 
-    def open(self) -> int:
+    def open(self, _: OpenBeneath | None = None) -> int:
         """Open the sidecar for reading; the caller owns the descriptor.
 
         Raises:
@@ -197,9 +197,9 @@ class BesideShard(Struct, frozen=True):
         """The path."""
         return str(self.file)
 
-    def open(self) -> int:
-        """See `InFolder.open`."""
-        descriptor = self.file.open()
+    def open(self, open_beneath: OpenBeneath | None = None) -> int:
+        """See `InFolder.open`, and `LocalFile.open` for the argument."""
+        descriptor = self.file.open(open_beneath)
         try:
             found = os.fstat(descriptor)
             may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -357,13 +357,24 @@ class SidecarStore:
         return found
 
     def _loaded(self, wanted: Sequence[tuple[SidecarPlace, SidecarOf]]) -> list[Loaded | None]:
-        """As `load_all`, from one place for each; waits for the disk."""
-        return [self._one_loaded(place, each.key, each.check) for place, each in wanted]
+        """As `load_all`, from one place for each in one folder; waits for the disk."""
+        first = wanted[0][0]
+        root = first.file.root.held() if isinstance(first, BesideShard) else nullcontext()
+        try:
+            with root as open_beneath:
+                return [
+                    self._one_loaded(place, each.key, each.check, open_beneath)
+                    for place, each in wanted
+                ]
+        except OSError:
+            return [None] * len(wanted)
 
-    def _one_loaded(self, place: SidecarPlace, key: SidecarKey, check: Check) -> Loaded | None:
+    def _one_loaded(
+        self, place: SidecarPlace, key: SidecarKey, check: Check, open_beneath: OpenBeneath | None
+    ) -> Loaded | None:
         """As `load_latest`, from one place; waits for the disk."""
         try:
-            stored, arrays = decode(_read(place, key.max_bytes))
+            stored, arrays = decode(_read(place, key.max_bytes, open_beneath))
             if stored == key.encoded():
                 check(arrays)
                 return arrays, True
@@ -448,14 +459,14 @@ async def _in_thread(
     return await run(_folder(place), work, *args, **kwargs)
 
 
-def _read(place: SidecarPlace, max_bytes: int) -> bytes:
+def _read(place: SidecarPlace, max_bytes: int, open_beneath: OpenBeneath | None) -> bytes:
     """The bytes of a sidecar.
 
     Raises:
         OSError: there is none that counts.
         ValueError: it is larger than this.
     """
-    with os.fdopen(place.open(), "rb") as file:
+    with os.fdopen(place.open(open_beneath), "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
             raise ValueError(f"it has {num_bytes} bytes, more than {max_bytes}")

@@ -286,10 +286,7 @@ def test_names_that_are_not_utf_8() -> None:
     assert index_of(sound).num_samples == 2
     extension = member("a.QQQ", b"1").replace(b"QQQ", b"\xff\xfe\xfd")
     sound = with_size(extension[:512], extension[124:136]) + extension[512:] + END
-    with pytest.raises(
-        CorruptSample, match=r"it has members \.\\udcff\\udcfe\\udcfd: .* name the other `fields`"
-    ):
-        index_of(sound)
+    assert [field.name for field in index_of(sound).fields] == [r"\udcff\udcfe\udcfd"]
 
 
 def test_a_missing_field_is_named_with_its_sample() -> None:
@@ -363,12 +360,12 @@ def test_an_unknown_format() -> None:
 def test_an_index_that_points_outside_its_shard_is_refused(column: str, value: int) -> None:
     """Addresses are made of these numbers."""
     data = tar_of(TWO)
-    dataset_format = shard_format("webdataset")
     scan = dict(WebdatasetFormat.inspection.run("0.tar", io.BytesIO(data)))
+    WebdatasetFormat.inspection.check(scan, len(data))
     scan[column] = scan[column].copy()
     scan[column].flat[2] = value
-    with pytest.raises(CorruptSample, match="its index points outside it"):
-        dataset_format.assemble([Shard("0.tar", len(data), "")], [scan])
+    with pytest.raises(ValueError, match=r"outside the shard|a sample without members"):
+        WebdatasetFormat.inspection.check(scan, len(data))
 
 
 def test_a_different_order_of_members_is_another_dataset() -> None:

@@ -307,7 +307,8 @@ class _IndexBuilder:
         match = _NAME.fullmatch(member.name)
         if not match or _NO_SAMPLE.match(member.name):
             return
-        key, extension = match[1], match[2].lower()
+        # bytes that are no text are written as \udcXX, since the names go to JSON
+        key, extension = match[1], match[2].lower().encode(errors="backslashreplace").decode()
         if not member.isreg() or member.issparse():
             self._check_kind(member)
             return
@@ -502,18 +503,26 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
         "its members are not complete",
     )
     _require(len(shape) == len(size), "its arrays are not complete")
+    if len(size):
+        _check_members(start, size, file_bytes)
+    _check_arrays(meta, size, shape)
+
+
+def _check_members(start: Int64Array, size: Int64Array, file_bytes: int) -> None:
+    """Refuse members that lie outside the shard, in other bytes' places or in another sequence."""
     has = size >= 0
-    _require((size >= -1).all() and has.any(axis=1).all(), "it has a sample without members")
+    _require(size.min(initial=0) >= -1 and has.any(axis=1).all(), "it has a sample without members")
+    most = max(start.max(), size.max())  # numbers above would overflow when they are added
+    stop = start + np.maximum(size, 0)
     _require(
-        not ((start < _BLOCK_BYTES) | (start > file_bytes - np.maximum(size, 0))).any(),
+        start.min() >= _BLOCK_BYTES and most <= file_bytes and stop.max() <= file_bytes,
         "it points outside the shard",
     )
-    first = np.where(has, start, file_bytes).min(axis=1, initial=file_bytes)
+    first = np.where(has, start, file_bytes).min(axis=1)
     _require((first[1:] > first[:-1]).all(), "its samples are not in sequence")
-    order = start[has].argsort(kind="stable")
-    begins, ends = start[has][order], (start + size)[has][order]
-    _require((begins[1:] >= ends[:-1]).all(), "it points twice to the same bytes")
-    _check_arrays(meta, size, shape)
+    begins, ends = start[has], stop[has]
+    order = begins.argsort(kind="stable")
+    _require((begins[order[1:]] >= ends[order[:-1]]).all(), "it points twice to the same bytes")
 
 
 def _read_meta(scan: Arrays) -> _Meta:

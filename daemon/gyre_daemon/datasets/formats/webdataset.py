@@ -10,11 +10,13 @@ offsets count elements, and the tensor `NAME.shape` has the shape of each.
 """
 
 import difflib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -174,37 +176,32 @@ def check_complete(shard: TarShard, field: TarField) -> None:
         raise corrupt(shard.name, offset, reason, field=field.name, key=key)
 
 
-def locate_fields(shard: TarShard, fields: Sequence[TarField]) -> Int64Array:
-    """The places of F fields in the n samples of a shard.
+def locate_fields(
+    shards: Sequence[TarShard], fields: Sequence[TarField]
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The places of F fields in the N samples of some shards.
 
     Returns:
-        int64 [3, n, F]: first byte; size; and the number of the extension of the member that has
+        Three int64 [N, F]: first byte; size; and the number of the extension of the member that has
         the field. Where a sample lacks it, its own first byte, 0 and -1.
     """
-    scan, extensions = shard.scan, shard.meta["extensions"]
-    found = np.zeros((3, shard.num_samples, len(fields)), np.int64)
-    found[0] = scan["start"].min(axis=1, initial=shard.shard.size_bytes, keepdims=True)
-    found[2] = -1
-    for column, field in enumerate(fields):
-        for extension in reversed(field.extensions):
-            if extension in extensions:
-                number = extensions.index(extension)
-                its = np.flatnonzero(scan["size"][:, number] >= 0)
-                found[0, its, column] = scan["start"][its, number]
-                found[1, its, column] = scan["size"][its, number]
-                found[2, its, column] = number
-    return found
-
-
-def check_inside(shard: TarShard) -> None:
-    """Check that an index points into its shard: its numbers become addresses.
-
-    Raises:
-        CorruptSample: it does not.
-    """
-    start, size = shard.scan["start"], shard.scan["size"]
-    if ((start < 0) | (size < -1) | (start > shard.shard.size_bytes - size)).any():
-        raise corrupt(shard.name, 0, "its index points outside it; remove the index")
+    shape = sum(each.num_samples for each in shards), len(fields)
+    start, size, member = (np.full(shape, value, np.int64) for value in (0, 0, -1))
+    begin = 0
+    for extensions, alike in itertools.groupby(shards, lambda each: each.meta["extensions"]):
+        scans = [each.scan for each in alike]
+        starts, sizes = (np.concatenate([its[name] for its in scans]) for name in ("start", "size"))
+        here = slice(begin, begin := begin + len(starts))
+        start[here] = starts.min(axis=1, keepdims=True)
+        for column, field in enumerate(fields):
+            for extension in reversed(field.extensions):
+                if extension in extensions:
+                    number = extensions.index(extension)
+                    has = sizes[:, number] >= 0
+                    start[here, column][has] = starts[has, number]
+                    size[here, column][has] = sizes[has, number]
+                    member[here, column][has] = number
+    return start, size, member
 
 
 def _parse_field(text: str, optional: Sequence[str]) -> TarField:
@@ -361,7 +358,7 @@ class WebdatasetFormat:
         self, shards: Sequence[Shard], inspected: Sequence[Arrays], *, is_tolerant: bool
     ) -> tuple[SampleTable, Sequence[DamagedSample]]:
         every = [
-            TarShard(shard, scan, json.loads(scan["meta"].tobytes()))
+            TarShard(shard, scan, msgspec.json.decode(scan["meta"].tobytes()))
             for shard, scan in zip(shards, inspected, strict=True)
         ]
         full = [each for each in every if each.num_samples]
@@ -373,9 +370,10 @@ class WebdatasetFormat:
             )
         for each in full:
             _check(each, fields, is_tolerant=is_tolerant)
-        located = [locate_fields(each, fields) for each in full]
+        start, size, member = locate_fields(full, fields)
+        ends = np.cumsum([each.num_samples for each in full])[:-1]
         arrays = {
-            number: array_field(field, full, [its[2, :, number] for its in located])
+            number: array_field(field, full, np.split(member[:, number], ends))
             for number, field in enumerate(fields)
             if field.codec == "npy"
         }
@@ -383,10 +381,6 @@ class WebdatasetFormat:
             arrays[number].spec if number in arrays else _field_spec(field)
             for number, field in enumerate(fields)
         ]
-        nothing = np.empty((0, len(fields)), np.int64)
-        start, size, member = (
-            np.concatenate([nothing, *(its[row] for its in located)]) for row in range(3)
-        )
         indexed: list[tuple[FieldSpec, npt.NDArray[np.generic]]] = [
             (_presence_spec(field), member[:, number] >= 0)
             for number, field in enumerate(fields)
@@ -410,7 +404,6 @@ class WebdatasetFormat:
 
 
 def _check(shard: TarShard, fields: Sequence[TarField], *, is_tolerant: bool) -> None:
-    check_inside(shard)
     for field in fields:
         # the type and shape of a field of arrays are known only if every member has them
         if not is_tolerant or field.codec == "npy":
