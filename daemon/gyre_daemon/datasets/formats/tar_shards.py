@@ -307,7 +307,7 @@ class _IndexBuilder:
         match = _NAME.fullmatch(member.name)
         if not match or _NO_SAMPLE.match(member.name):
             return
-        # bytes that are no text are written as \udcXX, since the names go to JSON
+        # bytes outside of UTF-8 are written as \udcXX, since the names go to JSON
         key, extension = match[1], match[2].lower().encode(errors="backslashreplace").decode()
         if not member.isreg() or member.issparse():
             self._check_kind(member)
@@ -509,7 +509,7 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
 
 
 def _check_members(start: Int64Array, size: Int64Array, file_bytes: int) -> None:
-    """Refuse members that lie outside the shard, in other bytes' places or in another sequence."""
+    """Refuse members outside the shard, in other members' bytes or out of sequence."""
     has = size >= 0
     _require(size.min(initial=0) >= -1 and has.any(axis=1).all(), "it has a sample without members")
     most = max(start.max(), size.max())  # numbers above would overflow when they are added
