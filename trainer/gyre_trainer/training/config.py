@@ -184,6 +184,11 @@ class OptimizerConfig:
                 f"`optimizer.schedule` is {self.schedule} and `optimizer.decay_steps` is "
                 f"{self.decay_steps}; warmup-stable-decay needs decay steps, and only it has them"
             )
+        if self.schedule != "constant" and self.min_lr > self.lr:
+            raise ConfigError(
+                f"`optimizer.min_lr` is {self.min_lr:g}, above `optimizer.lr`, {self.lr:g}, so the "
+                "rate would grow to the last step; make it smaller"
+            )
         if self.name == "muon" and self.stochastic_rounding:
             raise ConfigError(
                 "`optimizer.stochastic_rounding` is true, but muon rounds to the nearest. Set it "
