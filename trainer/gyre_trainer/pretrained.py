@@ -52,8 +52,9 @@ from gyre_trainer.shards.stored_weights import (
     write_targets,
 )
 from gyre_trainer.shards.tensor_files import StoredTensor, layout_of, read_header, read_regular
+from gyre_trainer.whole.adapters import reads_weights
 
-_WEIGHTS = "adapter_model.safetensors"
+_WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."  # of names in the file: a `PeftModel` has the model there
 
 
@@ -80,6 +81,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     with agreed("loading adapters"):
         for name in _names(model):
             path = _folder(folder, name) / _WEIGHTS
+            _require_same_settings(model, name, path.parent)
             stored, targets = read_header(path), _adapter_targets(model, name)
             unknown = sorted(stored.keys() - {each.names[0] for each in targets})
             if unknown:
@@ -88,6 +90,30 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
                     "into a model with the adapters that it was saved from."
                 )
             read_targets(targets, stored, path)
+
+
+# Settings of LoRA that change what its weights compute, but neither their names nor their shapes.
+_COMPUTED_BY = ("lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights")
+
+
+def _require_same_settings(model: Any, name: str, folder: Path) -> None:
+    """Refuse weights that would compute something else in the model."""
+    path = folder / _SETTINGS
+    try:
+        there = dict(json.loads(read_regular(path)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointRejected(f"{path} cannot be read: {error}") from error
+    for key in _COMPUTED_BY:
+        of_file, own = (
+            # how weights began only matters where the weights below were changed for it
+            None if key == "init_lora_weights" and not reads_weights(value) else value or None
+            for value in (there.get(key), getattr(model.peft_config[name], key, None))
+        )
+        if of_file != own:
+            raise CheckpointRejected(
+                f"the adapter in {folder} has {key} {of_file}, but that of the model {own}. Make "
+                "the model's adapters with the settings that those were trained with."
+            )
 
 
 def save_adapters(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:

@@ -99,7 +99,7 @@ def test_adapters_of_an_earlier_run_are_taken_or_refused_with_what_differs(
     told = ranks(2).run(begun_from, tmp_path / "base", tmp_path / "adapters")
     for of_rank, of_alpha, of_none in told:
         assert "has the shape [2, 32], but [3, 32] in the model" in of_rank
-        assert "have alpha 8, but `model.lora` has 4.0" in of_alpha
+        assert "has lora_alpha 8, but that of the model 4.0" in of_alpha
         assert "it has adapters, but `model.lora` has rank 0" in of_none
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer import pretrained
+from gyre_trainer.errors import CheckpointRejected
 from gyre_trainer.training.library import LibraryConfig, library_model
 from gyre_trainer.training.lora import Lora, adapt
 
@@ -41,3 +42,31 @@ def test_adapters_are_loaded_by_the_class_of_peft_for_their_model(
     found = loaded.get_base_model().state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_alpha": 9},
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 16}},
+        {"init_lora_weights": "pissa"},  # which changes the weights below
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_weights_of_adapters_that_compute_something_else_are_refused(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    import peft
+
+    named: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    plain: dict[str, Any] = {"init_lora_weights": False}  # of values, which change nothing below
+    for folder, own in (("same", plain), ("other", settings)):
+        base: Any = library_model(LibraryConfig(config=LLAMA))
+        made: Any = peft.get_peft_model(base, peft.LoraConfig(**named | own))
+        made.save_pretrained(str(tmp_path / folder))
+    model = library_model(LibraryConfig(config=LLAMA))
+    adapt(model, Lora(rank=2, targets=("q_proj",)), seed=0)
+    pretrained.load(model, tmp_path / "same")
+    with pytest.raises(CheckpointRejected, match=f"other has {next(iter(settings))} "):
+        pretrained.load(model, tmp_path / "other")

@@ -18,7 +18,7 @@ from gyre_trainer.training import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.gpt import GPT, GPTConfig
 from gyre_trainer.training.library import LibraryConfig, layers_of, library_model
-from gyre_trainer.training.lora import Lora, adapt, load_adapters
+from gyre_trainer.training.lora import Lora, adapt
 from gyre_trainer.training.losses import LibraryLoss, Loss
 from gyre_trainer.training.rank_context import RankContext
 
@@ -126,8 +126,7 @@ def build_model(
     encode_frozen(model, config, context.mesh)
     add_adapters(model, config)
     if of_adapters:
-        assert isinstance(config.model, LibraryConfig)
-        load_adapters(model, config.model.lora, of_adapters)
+        pretrained.load_adapters(model, of_adapters)
     return model
 
 

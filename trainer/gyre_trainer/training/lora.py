@@ -1,22 +1,17 @@
 """Low-rank adapters (LoRA) in a language model, by peft; all else is frozen."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
 from torch import nn
 
-from gyre_trainer import pretrained
-from gyre_trainer.errors import CheckpointRejected, ConfigError
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.rotation.rotated_module import own_class
-from gyre_trainer.shards.tensor_files import read_regular
 from gyre_trainer.training.config_file import AtLeast0
 
 _ADAPTER = "default"  # as peft calls the only one
-_SETTINGS = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +80,6 @@ def adapt(model: nn.Module, lora: Lora, seed: int, base: str = "") -> None:
                 f"`model.lora`: peft takes no {named} in {own_class(model).__name__}: "
                 f"{str(error).splitlines()[0]}; name layers in `model.lora.targets`"
             ) from error
-
-
-def load_adapters(model: nn.Module, lora: Lora, folder: Path) -> None:
-    """Copy the adapters in a folder into those of a model; collective.
-
-    Raises:
-        CheckpointRejected: they are others, or damaged; the message names the difference.
-    """
-    try:
-        alpha = json.loads(read_regular(folder / _SETTINGS))["lora_alpha"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointRejected(f"the adapters in {folder} cannot be read: {error}") from error
-    if alpha != lora.alpha:
-        raise CheckpointRejected(
-            f"the adapters in {folder} have alpha {alpha}, but `model.lora` has {lora.alpha}"
-        )
-    pretrained.load_adapters(model, folder)
 
 
 def _peft() -> Any:

@@ -102,14 +102,18 @@ def _update_layer(module: Any, *args: Any, **kwargs: Any) -> None:
     """
     for each in (*args, *kwargs.values()):
         begins = getattr(each, "init_lora_weights", False)
-        reads = isinstance(begins, str) and begins not in _BEGIN_WITHOUT_WEIGHTS
-        if reads or getattr(each, "use_dora", False):
+        if reads_weights(begins) or getattr(each, "use_dora", False):
             raise RotationError(
                 f"{own_class(module).__name__}: the adapter reads weights (got init_lora_weights="
                 f"{begins!r}, use_dora={each.use_dora}), but the layer is rotated already. Set "
                 "use_dora=False, and call get_peft_model before rotate_all"
             )
     type(module).update_layer(module, *args, **kwargs)
+
+
+def reads_weights(begins: object) -> bool:
+    """Whether LoRA with that `init_lora_weights` reads the weights below, which some change."""
+    return isinstance(begins, str) and begins not in _BEGIN_WITHOUT_WEIGHTS
 
 
 def is_adapted_layer(module: nn.Module) -> bool:
