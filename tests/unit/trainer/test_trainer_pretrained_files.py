@@ -99,6 +99,23 @@ def test_files_that_share_nothing_with_the_model_are_refused_all_the_same(tmp_pa
         pretrained.load(Small(), tmp_path, strict=False)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+        self.other.weight = self.one.weight
+
+
+def test_different_values_of_a_tied_parameter_are_refused(tmp_path: Path) -> None:
+    values, model = torch.randn(2, 3), Tied()
+    save_file({"one.weight": values, "other.weight": values + 0}, tmp_path / "model.safetensors")
+    pretrained.load(model, tmp_path)
+    assert torch.equal(model.one.weight.data, values)
+    save_file({"one.weight": values, "other.weight": values + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointRejected, match=r"one\.weight .*other\.weight differ"):
+        pretrained.load(Tied(), tmp_path)
+
+
 BAD: dict[str, tuple[dict[str, Tensor], str]] = {
     "missing": ({"count": WHOLE["count"]}, "has no layer.weight"),
     "unknown": (WHOLE | {"x.y": torch.ones(1)}, "has x.y, which Small does not have"),

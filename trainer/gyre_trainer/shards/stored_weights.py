@@ -373,20 +373,34 @@ def read_targets(
     """Copy this rank's part of each tensor from the files in the folder ``path``.
 
     Raises:
-        CheckpointRejected: a tensor is missing, or of another shape or kind; nothing was copied.
+        CheckpointRejected: a tensor is missing, or of another shape or kind, and nothing was
+            copied; or a tied one has several values.
         OSError: a file cannot be opened or read.
     """
     sources = [_found(target, stored, path) for target in targets]
     with ExitStack() as files, torch.no_grad():
         fds: dict[Path, int] = {}
-        for target, found in zip(targets, sources, strict=True):
+
+        def read(found: Joined, target: Target, local: Tensor) -> None:
             for piece in found.pieces:
                 path_of = piece.source.path
                 if path_of not in fds:
                     fds[path_of] = files.enter_context(open_regular(path_of)).fileno()
                 cut = piece.within(target.ranges)
                 if cut is not None:
-                    _read(fds[path_of], cut, target.local)
+                    _read(fds[path_of], cut, local)
+
+        for target, (found, *others) in zip(targets, sources, strict=True):
+            read(found, target, target.local)
+            for other in others:
+                values = torch.empty_like(target.local)
+                read(other, target, values)
+                if not torch.equal(values, target.local):
+                    raise CheckpointRejected(
+                        f"{path}: the values of {' and '.join(target.names)} differ, which are one "
+                        "parameter in the model. Make a model that does not tie them, such as by "
+                        "tie_word_embeddings=False in its configuration."
+                    )
     note_rewritten(each.whole for each in targets if isinstance(each.whole, nn.Parameter))
 
 
@@ -428,11 +442,17 @@ def write_targets(
         raise
 
 
-def _found(target: Target, stored: Mapping[str, StoredTensor | Joined], path: object) -> Joined:
-    name = next((name for name in target.names if name in stored), None)
-    if name is None:
+def _found(
+    target: Target, stored: Mapping[str, StoredTensor | Joined], path: object
+) -> list[Joined]:
+    """A target's values under each of its names that is in the files."""
+    names = [name for name in target.names if name in stored]
+    if not names:
         raise CheckpointRejected(f"{path} has no {target.names[0]}")
-    found = stored[name]
+    return [_fitting(target, name, stored[name], path) for name in names]
+
+
+def _fitting(target: Target, name: str, found: StoredTensor | Joined, path: object) -> Joined:
     if isinstance(found, StoredTensor):
         found = Joined.whole(found, found.shape, found.dtype)
     where = found.pieces[0].source.path if found.pieces else path
