@@ -178,6 +178,7 @@ def _describe(model: Any, name: str, folder: Path) -> None:
 
 
 _log = logging.getLogger(__name__)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # As transformers has it. Smaller files load in parallel from object storage; each is one more open.
@@ -256,6 +257,7 @@ def load(
             targets = [each for each in targets if _is_in(stored, each)]
             if not targets:
                 raise CheckpointRejected(f"{path} has no tensor of {own_class(model).__name__}")
+            _require_no_codes(targets, stored, unexpected, path)
         read_targets(targets, stored, path)
     _warn(model, path, IncompatibleKeys(missing, unexpected))
     return IncompatibleKeys(missing, unexpected)
@@ -498,6 +500,22 @@ def _require_values(missing: Sequence[str], has_no_value: set[str], path: object
         raise CheckpointRejected(
             f"{path} has no {_first_of(without)}, and the model has no value of it yet; to begin "
             "with new values there, call materialize(model, seed=...) before"
+        )
+
+
+def _require_no_codes(
+    targets: Sequence[Target],
+    stored: Mapping[str, StoredTensor | Joined],
+    unexpected: Sequence[str],
+    path: object,
+) -> None:
+    """Refuse weights whose scales the model would leave out."""
+    names = (name for target in targets for name in target.names if name in stored)
+    codes = [name for name in names if stored[name].dtype in _FLOAT8]
+    if codes and unexpected:
+        raise CheckpointRejected(
+            f"{path} has {codes[0]} in float8 and {_first_of(unexpected)}, which the model would "
+            "leave out though they may be scales; write the weights in another dtype first"
         )
 
 

@@ -99,6 +99,23 @@ def test_files_that_share_nothing_with_the_model_are_refused_all_the_same(tmp_pa
         pretrained.load(Small(), tmp_path, strict=False)
 
 
+def test_weights_in_float8_are_taken_as_they_are_unless_scales_belong_to_them(
+    tmp_path: Path,
+) -> None:
+    """A quantized folder has codes and, under names that no model has, their scales."""
+    codes = WHOLE["layer.weight"].to(torch.float8_e4m3fn)
+    save_file(WHOLE | {"layer.weight": codes}, tmp_path / "model.safetensors")
+    model = Small()
+    pretrained.load(model, tmp_path, strict=False)
+    assert torch.equal(model.layer.weight.data, codes.float())
+    scales = {"layer.weight_scale_inv": torch.full((1, 1), 0.01)}
+    save_file(WHOLE | {"layer.weight": codes} | scales, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointRejected, match=r"layer\.weight in float8 and layer\.weight_scale"
+    ):
+        pretrained.load(Small(), tmp_path, strict=False)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
