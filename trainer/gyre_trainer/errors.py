@@ -6,7 +6,7 @@ TrainError
 ├── CheckpointFailed           a checkpoint that could not be written; the last one stays
 ├── RecordsFailed              the run's records could not be written
 ├── DataRejected               batches that are not what the configuration says
-├── Diverged                   the loss is infinite or not a number
+├── Diverged                   the loss or a weight is infinite or not a number
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on
 ├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was misused
 └── RingError (RuntimeError)   a rank ended, or did not answer within the timeout
@@ -40,7 +40,7 @@ class DataRejected(TrainError):
 
 
 class Diverged(TrainError):
-    """The loss is infinite or not a number. No checkpoint has been saved since."""
+    """The loss or a weight is infinite or not a number. No such weights have been saved."""
 
 
 class MeshError(TrainError, ValueError):

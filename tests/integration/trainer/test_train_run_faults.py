@@ -69,6 +69,17 @@ def test_a_run_that_cannot_train_ends_with_status_2_and_one_sentence(
         assert "Traceback" not in errors
 
 
+def test_weights_that_are_not_finite_do_not_become_the_newest_checkpoint(
+    tmp_path: Path, trainer: Trainer
+) -> None:
+    """The loss of a step is that of the weights before it, so it does not tell."""
+    huge = "--set=optimizer.lr=1e38", "--set=optimizer.weight_decay=100"
+    status, errors = trainer.run(tmp_path / "run", *huge, "--set=checkpoint.every=1")
+    assert (status, errors.count("gyre-train: error:")) == (2, 1), errors
+    assert "weights are not finite after 1 step" in errors
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_damaged_runs_are_refused_with_one_sentence(tmp_path: Path, trainer: Trainer) -> None:
     """A checkpoint whose step is not that of its place in the data, and a damaged history."""
     out = tmp_path / "run"

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gyre_client import Loader
+from gyre_protos.text import counted
 from torch.profiler import ProfilerActivity, profile
 
 from gyre_trainer.comm.identity import name_modules, span
 from gyre_trainer.comm.ring import Hop, collective
 from gyre_trainer.errors import CheckpointRejected, ConfigError, Diverged
 from gyre_trainer.layers.quantized import num_weights
+from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import collator_of, stand_in
 from gyre_trainer.training.config import TrainConfig, learning_rate
@@ -161,6 +163,7 @@ class Training:
         if evaluates:
             self._evaluate()
         if saves:
+            self._require_finite_weights()
             if self._recorder:
                 self._recorder.sync()
             with collective("writing a checkpoint"):
@@ -181,6 +184,20 @@ class Training:
                     f"the loss is {record.loss} at step {record.step}; "
                     "resume from a checkpoint with a lower `optimizer.lr`"
                 )
+
+    def _require_finite_weights(self) -> None:
+        """Refuse to save weights that no run could go on with. A step's loss is of those before."""
+        trained = [p for p in self._stepper.model.parameters() if p.requires_grad]
+        # finite if all are; without a mask as large as a parameter
+        sums = [local_of(each).detach().sum(dtype=torch.float64) for each in trained]
+        total = torch.stack(sums).sum().cpu()
+        with collective("whether all weights are finite"):
+            dist.all_reduce(total)
+        if not total.isfinite():
+            raise Diverged(
+                f"weights are not finite after {counted(self.step, 'step')}, so they are not "
+                "saved; resume from a checkpoint with a lower `optimizer.lr`"
+            )
 
     def _rate(self, step: int) -> float:
         return learning_rate(step, self._config.run.steps, self._config.optimizer)
