@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
+from gyre_trainer.frameworks.accelerate import load_states, save_states
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.gpt import GPT, GPTConfig
 from gyre_trainer.training.run_checkpoints import Checkpoints, TrainState, latest
@@ -106,6 +107,42 @@ def test_an_optimizer_keeps_the_options_that_it_is_given(
     checkpoints.load(restored, latest(folder))
     (options,) = restored.optimizers[0].param_groups
     assert (options["weight_decay"], options["betas"], options["eps"]) == (0.5, (0.8, 0.9), 1e-3)
+
+
+def test_a_parameter_that_had_no_gradient_yet_has_no_state_after_a_resume(
+    tmp_path: Path, folder: Path, checkpoints: Checkpoints
+) -> None:
+    """Such as those of a tower of images while a run has seen texts alone."""
+
+    def made(seed: int) -> TrainState:
+        state = trained(seed)
+        tower = torch.nn.Linear(3, 3, bias=False)
+        state.model.tower = tower
+        state.optimizers[0].add_param_group({"params": [tower.weight]})
+        return state
+
+    saved = made(1)
+    checkpoints.save(saved, 7)
+    save_states(saved.model, saved.optimizers[0], tmp_path / "states")
+    for kind in ("ours", "accelerate's"):
+        other = made(2)
+        optimizer = torch.optim.AdamW(
+            [{"params": group["params"]} for group in other.optimizers[0].param_groups]
+        )
+        restored = TrainState(other.model, [optimizer], other.loader)
+        if kind == "ours":
+            checkpoints.load(restored, latest(folder))
+        else:
+            load_states(restored.model, optimizer, tmp_path / "states")
+        tower = restored.model.get_parameter("tower.weight")
+        assert not optimizer.state.get(tower)
+        assert torch.equal(tower, saved.model.get_parameter("tower.weight"))
+        assert len(tensors(saved)) == len(tensors(restored))
+        for one, other in zip(tensors(saved), tensors(restored), strict=True):
+            assert torch.equal(one, other)
+        tower.grad = torch.ones_like(tower)
+        optimizer.step()
+        assert optimizer.state[tower]["step"] == 1
 
 
 def test_the_newest_checkpoints_stay_and_unfinished_ones_are_deleted(

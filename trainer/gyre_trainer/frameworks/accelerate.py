@@ -10,7 +10,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.optimizers.shard import keep_saved_states
 
 
 def save_states(model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
@@ -31,9 +34,16 @@ def save_states(model: nn.Module, optimizer: Optimizer, folder: str | os.PathLik
 
 def load_states(model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     """Restore both states in place; collective."""
+    _keep_saved(model, optimizer, folder)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=_SOME_WITHOUT,
+    )
 
 
 def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
@@ -43,9 +53,19 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: str | os.Path
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     """Restore the optimizer's state in place; collective."""
+    _keep_saved(model, optimizer, folder)
     state = get_optimizer_state_dict(model, optimizer)
     load({"optimizer": state}, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=_SOME_WITHOUT)
+
+
+# Parameters that had no gradient yet have no state; what a checkpoint lacks is refused before.
+_SOME_WITHOUT = StateDictOptions(strict=False)
+
+
+def _keep_saved(model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    keep_saved_states(model, [optimizer], saved)
 
 
 _FOLDER = "sharded_{}"

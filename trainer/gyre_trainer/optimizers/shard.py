@@ -1,13 +1,13 @@
 """Optimizers' states on shards: their shapes and dtypes, and sums over the ranks."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
@@ -93,6 +93,31 @@ def load_as_saved(
         for name, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dtype != optimizer.state[parameter][name].dtype:
                 optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def keep_saved_states(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: Iterable[str]
+) -> None:
+    """Forget the states of parameters that a checkpoint has none of.
+
+    Torch makes states of all parameters before it loads, and would miss those of a parameter that
+    never had a gradient, such as one of a tower of images in a run on texts.
+
+    Args:
+        model: of the parameters.
+        optimizers: of the model.
+        saved: names in the checkpoint, which has these states under "optimizer".
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: PLC0415
+
+    groups: Any = get_optimizer_state_dict(model, optimizers)["param_groups"]
+    own = [group for each in optimizers for group in each.param_groups]
+    parents = {key[:end] for key in saved for end, char in enumerate(key) if char == "."}
+    for named, group in zip(groups, own, strict=True):
+        for name, parameter in zip(named["params"], group["params"], strict=True):
+            if f"optimizer.state.{name}" not in parents:
+                for each in optimizers:
+                    each.state.pop(parameter, None)
 
 
 class SumsOverRanks:

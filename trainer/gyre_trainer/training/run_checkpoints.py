@@ -61,6 +61,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.futures import Future
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
+from gyre_trainer.optimizers.shard import keep_saved_states
 from gyre_trainer.shards.tensor_files import open_regular
 from gyre_trainer.training import manifest
 from gyre_trainer.training.config import ModelConfig, TrainConfig
@@ -137,6 +138,10 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def names(self) -> list[str]:
+        """Of all tensors and values."""
+        return list(self.read_metadata().state_dict_metadata)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the tensors of a plan.
@@ -272,6 +277,7 @@ class Checkpoints:
             for each in state.optimizers
             for group in each.param_groups
         ]
+        keep_saved_states(state.model, state.optimizers, SafeReader(path).names())
         model, optimizer = get_state_dict(state.model, state.optimizers, options=_OPTIONS)
         _load({"model": model, "optimizer": optimizer}, path)
         set_state_dict(
