@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import webdataset
 from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -50,3 +51,33 @@ def test_each_sample_counts_once_on_any_number_of_ranks(
         assert found["ranks"] == num_ranks
     status, errors = tiny_jobs.ran("eval", str(config), "--set=eval.dataset=''")
     assert (status, "`eval.dataset` is not set" in errors) == (2, True), errors
+
+
+def test_long_documents_are_cut_alike_on_any_number_of_ranks(
+    tmp_path: Path, tiny_jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    generator = np.random.default_rng(2)
+    with webdataset.TarWriter(str(tmp_path / "texts" / "0.tar")) as writer:
+        for index in range(WINDOWS):
+            text = generator.integers(32, 127, 99).astype(np.uint8).tobytes()
+            writer.write({"__key__": f"{index:04}", "txt": text})
+    config = tmp_path / "train.toml"
+    data = {"dataset": str(tmp_path / "texts"), "format": "webdataset", "field": "txt"}
+    config.write_text(
+        tiny_run(
+            tmp_path,
+            data={**data, "options": {"fields": ["txt"]}},
+            model={**TINY_GPT, "vocab_size": 257},
+            eval={"dataset": str(tmp_path / "texts")},
+        )
+    )
+    status, errors = tiny_jobs.ran("run", str(config))
+    assert status == 0, errors
+    losses = []
+    for num_ranks in (1, 3):  # in global batches of 4 and of 6 samples
+        capfd.readouterr()
+        job = tiny_jobs.start("eval", str(config), f"--nproc={num_ranks}", "--json")
+        assert job.wait(DEADLINE_S) == 0, job.errors(DEADLINE_S)
+        losses.append(json.loads(capfd.readouterr().out)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=FLOAT64)

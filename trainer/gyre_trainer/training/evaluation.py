@@ -156,10 +156,11 @@ def _total(
 ) -> Tensor:
     """The loss summed over all ranks' targets, their number, and that of samples; float64."""
     total = torch.zeros(3, dtype=torch.float64)
-    for step, batch in enumerate(batches):
+    for batch in batches:
         is_sample = batch.get("mask")
         total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
-        for part in collator.collate(batch, step).split(num_parts):
+        # of one step, so that the windows of long documents do not depend on the size of batches
+        for part in collator.collate(batch, step=0).split(num_parts):
             total[0] += float(loss_sum(model, loss, part))
             total[1] += part.num_targets()
     with collective("the loss of an evaluation"):
