@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gyre_trainer.accounting.counters import Counters
+from gyre_trainer.layers.causal_loss import causal_loss
 from gyre_trainer.training.build import loss_of, plain
 from gyre_trainer.training.gpt import GPTConfig
 from gyre_trainer.training.library import LibraryConfig
@@ -69,3 +70,12 @@ def test_a_head_computes_for_the_targets_that_count(name: str) -> None:
         loss(tokens, tokens, torch.ones_like(counts))
     spared = of_all.operations - of_few.operations
     assert spared == 2 * 8 * 50 * (32 - 4), "three, and one to make it even"
+
+
+def test_labels_that_are_shifted_already_are_taken_as_the_library_takes_them() -> None:
+    llama = {"model_type": "llama", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    model = plain(LibraryConfig(config=llama | layers))
+    tokens = torch.randint(50, (2, 16))
+    batch = {"input_ids": tokens, "labels": tokens, "shift_labels": tokens.flip(1)}
+    torch.testing.assert_close(causal_loss(model, batch), model(**batch).loss)

@@ -64,8 +64,9 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     Args:
         model: as `transformers` or peft made it.
         batch: what the model takes, `labels` among it: int64 [B, T], -100 where a token has no
-            loss. They are shifted here, unless the model is an encoder-decoder.
-            `num_items_in_batch` divides the sum of the losses, instead of the number of labels.
+            loss. They are shifted here, unless the model is an encoder-decoder, or the batch has
+            them shifted, as `shift_labels`. `num_items_in_batch` divides the sum of the losses,
+            instead of the number of labels.
 
     Returns:
         A scalar, in nats; float32, or float64 if the model is.
@@ -79,7 +80,8 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         loss.backward()
     """
     inputs = dict(batch)
-    labels_BT, num_items = inputs.pop("labels", None), inputs.pop("num_items_in_batch", None)
+    names = "labels", "shift_labels", "num_items_in_batch"
+    labels_BT, shifted_BT, num_items = (inputs.pop(name, None) for name in names)
     if labels_BT is None:
         raise RotationError(
             f"causal_loss: the batch has no labels (got {', '.join(inputs) or 'nothing'}). "
@@ -95,7 +97,7 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             )
         inputs["decoder_input_ids"] = prepare(labels=labels_BT)
     if not library.is_encoder_decoder:
-        labels_BT = _next_tokens(labels_BT)
+        labels_BT = _next_tokens(labels_BT) if shifted_BT is None else shifted_BT
 
     def compute(head: nn.Linear, x_BTD: Tensor, **transform: Any) -> Tensor:
         total = linear_cross_entropy(head, x_BTD, labels_BT, reduction="sum", **transform)
