@@ -116,7 +116,7 @@ def test_packed_documents_do_not_see_each_other_where_the_family_can_do_that(
     loss: Any = loss_of(model)
     tokens, targets = rows(0)[:1, :-1], rows(0)[:1, 1:]
     positions = torch.arange(4).repeat(2)[None]
-    assert loss.keeps_apart == apart
+    assert loss.keeps_apart(1) == apart
     packed = loss(tokens, targets, None, positions)
     parts = [loss(tokens[:, each], targets[:, each]) for each in (slice(0, 4), slice(4, 8))]
     alone = float(sum(parts).detach()) / 2 if apart else float(loss(tokens, targets).detach())

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_trainer.training.gpt import GPT, GPTConfig
+from gyre_trainer.training.losses import LibraryLoss
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -126,6 +127,26 @@ def test_lengths_keep_documents_of_transformers_apart(batch: Batch, page: dict[s
     model = library_model("llama", "by_documents")
     alone = library_model("llama", "sdpa")
     check(batch, page["varlen_logits"](model, batch), seen(alone))
+
+
+def by_documents_of_one_row(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
+    """What transformers lets flash kernels compute: in a batch of one row they read positions."""
+    begins = (more.pop("position_ids")[0] == 0).nonzero().flatten().tolist()
+    ends = torch.tensor([*(begins if len(query) == 1 else [0]), query.shape[2]])
+    parts = [
+        by_documents(module, q, k, v, mask, cu_seq_lens_q=ends, **more)[0]
+        for q, k, v in zip(query.split(1), key.split(1), value.split(1), strict=True)
+    ]
+    return torch.cat(parts), None
+
+
+def test_the_trainer_tries_packing_with_several_rows() -> None:
+    AttentionInterface.register("by_documents_of_one_row", by_documents_of_one_row)
+    for attention, apart in (("by_documents_of_one_row", False), ("sdpa", True)):
+        loss = LibraryLoss(library_model("llama", attention))
+        assert (loss.keeps_apart(1), loss.keeps_apart(4)) == (True, apart)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ Dims: B batch, T time, D features, V vocabulary, K targets that count.
 """
 
 import logging
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +95,7 @@ class LibraryLoss:
         self._model = model
         taken = self._library.arguments
         self._takes_mask, self._takes_cache = "attention_mask" in taken, "use_cache" in taken
+        self._apart: dict[int, bool] = {}
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class LibraryLoss:
         positions_BT: Tensor | None = None,
     ) -> Tensor:
         """As `GPT.loss`; packed documents do not see each other where the model can do that."""
-        if positions_BT is not None and not self.keeps_apart:
+        if positions_BT is not None and not self.keeps_apart(len(tokens_BT)):
             positions_BT = None
         inputs = self._inputs(tokens_BT, positions_BT)
 
@@ -132,19 +132,25 @@ class LibraryLoss:
             more["use_cache"] = False
         return more
 
-    @cached_property
-    @torch.no_grad()
-    def keeps_apart(self) -> bool:
-        """Whether positions that begin again keep documents apart, by a try. Collective.
+    def keeps_apart(self, num_rows: int) -> bool:
+        """Whether positions that begin again keep documents apart, in a batch of rows. Collective.
 
-        The log says where they do not.
+        The first call tries it, and the log says where they do not. One row or several make a
+        difference: transformers gives positions to flash kernels for one row alone.
         """
+        num_rows = min(num_rows, 2)
+        if num_rows not in self._apart:
+            self._apart[num_rows] = self._try_apart(num_rows)
+        return self._apart[num_rows]
+
+    @torch.no_grad()
+    def _try_apart(self, num_rows: int) -> bool:
         apart = "position_ids" in self._library.arguments
         if apart:
             was_training, device = self._model.training, next(self._model.parameters()).device
-            positions_BT = torch.arange(4, device=device).repeat(2)[None]
+            positions_BT = torch.arange(4, device=device).repeat(num_rows, 2)
             first, other = (
-                torch.tensor([[*before, 0, 1, 0, 1]], device=device)
+                torch.tensor([[*before, 0, 1, 0, 1]] * num_rows, device=device)
                 for before in ((0, 0, 0, 0), (1, 1, 1, 1))
             )
             self._model.eval()
