@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import sys
+import sysconfig
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -321,6 +322,13 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, nested))
 
 
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+
+def _is_installed(module: types.ModuleType) -> bool:
+    return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED)
+
+
 class _Digest:
     """A digest of the sources of functions and of the values that they capture.
 
@@ -343,7 +351,7 @@ class _Digest:
             return self._put("again")
         self._seen.add(id(value))
         if isinstance(value, types.ModuleType):
-            return self._put(value.__name__)
+            return self._put(value.__name__, "" if _is_installed(value) else self._source(value))
         if isinstance(value, type):
             return self._add_class(value)
         if isinstance(value, types.BuiltinFunctionType):
@@ -353,6 +361,9 @@ class _Digest:
                 self._put(self._source(type(value)))
             return self._put(hashlib.blake2b(_dumps(value)).hexdigest())
         self._put(_title(value))
+        code = getattr(value, "__code__", None)
+        if code and code.co_name == "<lambda>":  # several may have the same lines
+            self._put(_text_of_code(code))
         is_importable = getattr(value, "__module__", "__main__") != "__main__"
         if isinstance(value, types.FunctionType):
             module = sys.modules.get(value.__module__)
@@ -380,10 +391,11 @@ class _Digest:
 
     def _source(self, value: Any) -> str:
         """Returns the source text; where there is none, the code."""
+        code = getattr(value, "__code__", None)
         try:
-            lines, first = inspect.getsourcelines(value)
+            # of a function, that of its own code: not of one that it wraps
+            lines, first = inspect.getsourcelines(code or value)
         except (OSError, TypeError):
-            code = getattr(value, "__code__", None)
             return _text_of_code(code) if code else ""
         if isinstance(value, types.FunctionType):
             self.lines[value.__code__.co_filename] = first, lines

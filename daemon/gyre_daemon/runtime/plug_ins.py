@@ -5,8 +5,10 @@ from a client.
 """
 
 import functools
+import os
 import pickle
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -53,12 +55,18 @@ class Origin(TypedDict):
     lines: dict[str, tuple[int, list[str]]]
 
 
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+# Modules of scripts that were imported here: the file of each, and when it was changed last.
+_of_scripts: dict[str, tuple[str, float]] = {}
+
+
 @functools.lru_cache(maxsize=16)
 def load_script_object(path: str) -> tuple[Any, dict[str, tuple[int, list[str]]]]:
     """The function or class of a file, and the lines of `Origin`.
 
     A file never changes, and is loaded once in a process. It may have more than 1 GB, of which no
-    second copy is made: a worker's memory is limited.
+    second copy is made: a worker's memory is limited. Modules that were edited since they were
+    imported for another file, as for a notebook, are imported again.
 
     Raises:
         Exception: whatever reading the file or importing the script's modules raises.
@@ -66,4 +74,21 @@ def load_script_object(path: str) -> tuple[Any, dict[str, tuple[int, list[str]]]
     with Path(path).open("rb") as file:
         origin: Origin = pickle.load(file)
         sys.path += [each for each in origin["path"] if each not in sys.path]
-        return pickle.load(file), origin["lines"]
+        if any(_changed_at(source) != then for source, then in _of_scripts.values()):
+            for name in _of_scripts:
+                sys.modules.pop(name, None)
+            _of_scripts.clear()
+        known = set(sys.modules)
+        found = pickle.load(file)
+    for name in sys.modules.keys() - known:
+        source = getattr(sys.modules[name], "__file__", None) or ""
+        if source.endswith(".py") and not source.startswith(_INSTALLED):
+            _of_scripts[name] = source, _changed_at(source)
+    return found, origin["lines"]
+
+
+def _changed_at(source: str) -> float:
+    try:
+        return os.stat(source).st_mtime
+    except OSError:
+        return 0.0

@@ -1,5 +1,6 @@
 """Functions of a script as transforms of a private daemon."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -207,3 +208,79 @@ def test_a_function_of_a_script_uses_modules_next_to_it(data: Path, tmp_path: Pa
         check=False,
     )
     assert result.stdout == f"{[2 * n for n in range(1, NUM_SAMPLES + 1)]}\n", result.stderr
+
+
+def doubled(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"x": function(sample)["x"] * 2}
+
+    return wrapper
+
+
+def tripled(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"x": function(sample)["x"] * 3}
+
+    return wrapper
+
+
+def test_functions_of_one_line_and_those_that_wrap_one_function_are_told_apart(data: Path) -> None:
+    """Their names, and the lines that Python has for them, are the same."""
+    arguments: dict[str, Any] = {"batch_size": 4, "order": "sequential"}
+    length = {"name": "crop_or_pad", "field": "text", "length": 2}
+    one, ten = lambda s: {"x": s["text"] + 1}, lambda s: {"x": s["x"] * 10}  # fmt: skip  # noqa: E731
+    assert load(data, length, one, ten)[0]["x"][1].tolist() == [1210 % 256] * 2
+    with (
+        Loader(data, transform=[doubled(size)], **arguments) as twice,
+        Loader(data, transform=[tripled(size)], **arguments) as thrice,
+    ):
+        assert next(twice)["x"].tolist() == [2, 4, 6, 8]
+        assert next(thrice)["x"].tolist() == [3, 6, 9, 12]
+
+
+def size(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": len(sample["text"])}
+
+
+NOTEBOOK = r"""
+import importlib, os, sys
+from pathlib import Path
+from gyre_client import Loader
+
+sys.path.insert(0, os.getcwd())
+
+def cell(factor):
+    for name in ("inner.py", "augment.py"):  # a module, and one that it imports
+        Path(name).write_text(SOURCES[name] % factor)
+        os.utime(name, (factor, factor))
+    for name in ("inner", "augment"):
+        importlib.reload(importlib.import_module(name))
+
+SOURCES = {
+    "inner.py": "FACTOR = %d\n",
+    "augment.py": "import inner\ndef scale(s): return {'x': len(s['text']) * inner.FACTOR}  # %d\n",
+}
+loaders = []
+for factor in (1, 100, 1000):
+    cell(factor)
+    import augment
+    for transform in (augment.scale, lambda s: augment.scale(s)):
+        loaders.append(Loader(sys.argv[1], batch_size=4, order="sequential", transform=[transform]))
+        print(next(loaders[-1])["x"].tolist())
+"""
+
+
+def test_a_module_that_is_edited_and_reloaded_is_imported_again(data: Path, tmp_path: Path) -> None:
+    """As in a notebook, where the Loaders of earlier cells are still open."""
+    result = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, str(data)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    wanted = [[n * factor for n in range(1, 5)] for factor in (1, 1, 100, 100, 1000, 1000)]
+    assert result.stdout.splitlines() == [str(each) for each in wanted], result.stderr
