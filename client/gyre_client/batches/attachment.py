@@ -55,7 +55,7 @@ class Session:
         widened: The tensors to convert when they are taken out of a batch.
         tensors: The dtypes and shapes of each batch.
         is_endless: Whether the batches never end.
-        stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
+        stall_timeout_s: How long the consumer waits for a batch while the daemon only talks.
     """
 
     opened: pb.SessionOpened
@@ -114,7 +114,7 @@ class Attachment:
         self._session = session
         self._next_step = opened.first_step
         self._num_received = 0
-        self._stalled_s = 0.0
+        self._waited_s = self._stalled_s = 0.0
         self._has_told_of_peer = False
         self._last_layout = b"", Layout([], 0)  # as it came, and as it was read
         self._max_queued = opened.max_queued_batches
@@ -282,20 +282,21 @@ class Attachment:
         return chunk
 
     def _heard(self, waiting_for: str, *, is_news: bool) -> None:
-        """Notes a message of the daemon, and how long it has sent no batch.
+        """Notes a message of the daemon, and how long the consumer has waited for a batch.
 
         Raises:
-            DaemonFault: It has only talked for `stall_timeout_s`, although it may send batches.
+            DaemonFault: It has only talked while the consumer waited for `stall_timeout_s`.
         """
         now_s = time.monotonic()
         # At most a lease: longer, and this process was stopped meanwhile.
         silent_s = min(now_s - self._heard_at_s, self._lease_s)
         self._heard_at_s = now_s
-        is_bound = self._next_step >= self._consumed().stop
-        if is_news or is_bound or self.outbox.num_given <= self._num_received:
+        waited_s = self._consumed().waited_s
+        waits_s, self._waited_s = waited_s - self._waited_s, waited_s
+        if is_news:
             self._stalled_s = 0.0
             return
-        self._stalled_s += silent_s
+        self._stalled_s += min(waits_s, silent_s)
         if waiting_for.startswith("peer") and self._stalled_s > _PEER_S:
             if not self._has_told_of_peer:
                 _log.warning(

@@ -63,7 +63,7 @@ class BatchStream:
             request: Opens the session.
             reattach_timeout_s: How long the daemon may be away, now or later.
             token_dtype: The dtype for unsigned token ids; see `widened`.
-            stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
+            stall_timeout_s: How long the consumer waits for a batch while the daemon only talks.
             generations: Numbers the sessions of the reader, where several streams share it.
         """
         self._target = target

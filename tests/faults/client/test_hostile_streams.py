@@ -121,20 +121,23 @@ def test_a_daemon_that_talks_for_ever_and_sends_nothing(stub: StubDaemon, shares
     assert len(stub.opened) == 1
 
 
-def test_a_trainer_that_takes_nothing_stalls_nobody(stub: StubDaemon) -> None:
-    """The queue is full, so the daemon may only talk."""
+@pytest.mark.parametrize("num_queued", [1, 2])
+def test_a_trainer_that_takes_nothing_stalls_nobody(stub: StubDaemon, num_queued: int) -> None:
+    """The queue is full, or has as much as the trainer needs at its pace: the daemon only talks."""
 
-    def two_and_then_heartbeats(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
-        yield batches(group(0), group(1))
+    def some_and_then_heartbeats(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
+        yield batches(*map(group, range(num_queued)))
         for beats, beat in enumerate(heartbeats(stub, session)):
             if beats == 20:
+                if num_queued == 1:
+                    yield batches(group(1))
                 talked.set()
             yield beat
 
     import threading
 
     talked = threading.Event()
-    stub.responses = two_and_then_heartbeats
+    stub.responses = some_and_then_heartbeats
     with stub, loader_of(stub, stall_timeout_s=0.1) as loader:
         stream = loader.stream()
         assert talked.wait(120)
