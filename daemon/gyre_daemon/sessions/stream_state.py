@@ -264,11 +264,15 @@ class Stream(Struct, eq=False):
         return max(0, (stop if end is None else min(stop, end)) - self.next_to_begin)
 
     @property
+    def bounds(self) -> list[int | None]:
+        """The `read_until` of each consumer that reads here now."""
+        return [each.consumer.read_until for each in self.segments if each.is_active]
+
+    @property
     def read_until(self) -> int | None:
         """The step after the last that a consumer wants for now; None if one wants all."""
-        wanted = [each.consumer.read_until for each in self.segments if each.is_active]
-        bounds = [bound for bound in wanted if bound is not None]
-        until = max(bounds) if len(bounds) == len(wanted) > 0 else None
+        bounds = [bound for bound in self.bounds if bound is not None]
+        until = max(bounds) if len(bounds) == len(self.bounds) > 0 else None
         end = self.end_step
         return until if end is None else end if until is None else min(until, end)
 
@@ -430,7 +434,8 @@ class StreamState:
         room, num_together = stream.room, stream.num_together
         if room and not stream.leads_on and not stream.is_apart and self._merge(stream):
             return 0
-        is_last = room > 0 and stream.next_to_begin + room == stream.read_until
+        begun = range(stream.next_to_begin + 1, stream.next_to_begin + room + 1)
+        is_last = any(bound in begun for bound in (*stream.bounds, stream.end_step))
         if self._is_draining or not (room >= num_together or is_last):
             return 0
         return min(room, num_together)

@@ -137,3 +137,20 @@ def test_of_two_consumers_the_one_that_wants_more_decides() -> None:
         runner.turn([first, second])
     assert first.consumer.stream.next_to_begin == stop
     assert first.next_step == second.next_step == stop
+
+
+def test_a_consumer_gets_its_last_steps_although_another_wants_more_and_stands_still() -> None:
+    """An iteration ends inside a batch group, whose other steps are beyond the window."""
+    for stop in range(25, 33):
+        for others_stop in (None, 1000):
+            runner = Runner()
+            first, still = (runner.join(0, None, share_for(24)) for _ in range(2))
+            assert first.consumer.stream.num_together == 8
+            runner.state.read_until(first.consumer, stop)
+            runner.state.read_until(still.consumer, others_stop)
+            for _ in range(20):
+                runner.turn([first])
+            assert (first.next_step, still.num_detached) == (stop, 0)
+            for _ in range(20):
+                runner.turn([still])
+            assert still.next_step > stop
