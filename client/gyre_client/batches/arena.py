@@ -525,7 +525,6 @@ class Arena:
             was_closed, self._is_closed = self._is_closed, True
             if was_closed:
                 return True
-            _open_arenas.discard(self)
             self._mapping.close_pagemap()
             is_out, gap_begin = True, 0
             for begin, loan in sorted(self._loans.items()):
@@ -535,6 +534,7 @@ class Arena:
                     is_out &= self._mapping.move_out(begin, loan.end, memory)
                     gap_begin = loan.end
             self._mapping.unmap(gap_begin, self._mapping.num_bytes)
+            _open_arenas.discard(self)  # last: another thread may fork meanwhile
             return is_out
 
     def copy_for_child(self) -> None:

@@ -22,6 +22,7 @@ import os
 import select
 import socket
 import ssl
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,6 +298,7 @@ class SideChannel:
     def __init__(self, connection: socket.socket, token: str) -> None:
         self._connection = connection
         self.token = token
+        _open.add(self)
 
     def close(self) -> None:
         """Tells the daemon that this process no longer reads any arena it received here."""
@@ -366,6 +368,18 @@ class SideChannel:
 
 
 Metadata = tuple[tuple[str, str], ...]
+
+
+_open: "weakref.WeakSet[SideChannel]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: closes its copies, so that the daemon learns when the parent hangs up."""
+    for side in list(_open):
+        side.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Identity:

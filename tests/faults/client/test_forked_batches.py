@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from gyre_client import Loader
@@ -22,6 +24,7 @@ from gyre_client.batches.arena import Arena
 from torch.utils.data import DataLoader, Dataset
 
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import until
 
 PAGE = mmap.PAGESIZE
 FORK = multiprocessing.get_context("fork")
@@ -194,3 +197,65 @@ def test_to_start_a_program_copies_nothing(daemon: Daemon, monkeypatch: pytest.M
         assert in_child(lambda: True) == 0
         assert copies
     assert len(batch["tokens"]) == 32
+
+
+def test_a_child_that_lives_on_keeps_no_session_of_its_parent(daemon: Daemon) -> None:
+    """The daemon sees that the parent hung up, although the child has its descriptors."""
+    assert daemon.process
+    process = psutil.Process(daemon.process.pid)
+
+    def num_sides() -> int:
+        return sum(each.laddr.endswith(".side") for each in process.net_connections("unix"))
+
+    before = num_sides()
+    with Loader("tokens", batch_size=32, address=daemon.address) as loader:
+        next(loader)
+        assert num_sides() > before
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent closes its end
+            os._exit(0)
+    until(lambda: num_sides() == before)
+    os.close(writing)
+    os.close(reading)
+    os.waitpid(pid, 0)
+
+
+def test_a_fork_at_any_line_of_an_arena_s_end_keeps_what_is_read() -> None:
+    """Another thread may fork there; each time it is an arena that no fork has copied yet."""
+    statuses: list[int] = []
+    num_lines = 0
+    while len(statuses) == num_lines:
+        num_lines += 1
+        file = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.write(file, b"".join(bytes([page]) * PAGE for page in range(4)))
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        lender = Arena(file)
+        held = []
+        for page in (1, 3):
+            memory, loan = lender.lend(page * PAGE, (page + 1) * PAGE)
+            loan.is_read = True
+            held.append(memory)
+        del memory
+        num_left = num_lines
+
+        def forking(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal num_left
+            if frame.f_code is not Arena.close.__code__:
+                return None
+            num_left -= event == "line"
+            if event == "line" and num_left == 0:
+                sys.settrace(None)
+                statuses.append(in_child(lambda: [int(each[0]) for each in held] == [1, 3]))
+            return forking
+
+        before = sys.gettrace()
+        sys.settrace(forking)
+        try:
+            lender.close()
+        finally:
+            sys.settrace(before)
+    assert len(statuses) > 10
+    assert set(statuses) == {0}
