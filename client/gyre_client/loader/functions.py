@@ -361,9 +361,6 @@ class _Digest:
                 self._put(self._source(type(value)))
             return self._put(hashlib.blake2b(_dumps(value)).hexdigest())
         self._put(_title(value))
-        code = getattr(value, "__code__", None)
-        if code and code.co_name == "<lambda>":  # several may have the same lines
-            self._put(_text_of_code(code))
         is_importable = getattr(value, "__module__", "__main__") != "__main__"
         if isinstance(value, types.FunctionType):
             module = sys.modules.get(value.__module__)
@@ -399,6 +396,8 @@ class _Digest:
             return _text_of_code(code) if code else ""
         if isinstance(value, types.FunctionType):
             self.lines[value.__code__.co_filename] = first, lines
+        if code and code.co_name == "<lambda>":  # several may have the same lines
+            return "".join([*lines, _text_of_code(code)])
         return "".join(lines)
 
     def _put(self, *texts: str) -> None:

@@ -5,7 +5,6 @@ from a client.
 """
 
 import functools
-import os
 import pickle
 import sys
 import sysconfig
@@ -89,6 +88,6 @@ def load_script_object(path: str) -> tuple[Any, dict[str, tuple[int, list[str]]]
 
 def _changed_at(source: str) -> float:
     try:
-        return os.stat(source).st_mtime
+        return Path(source).stat().st_mtime
     except OSError:
         return 0.0

@@ -241,7 +241,7 @@ def test_a_fork_at_any_line_of_an_arena_s_end_keeps_what_is_read() -> None:
         del memory
         num_left = num_lines
 
-        def forking(frame: FrameType, event: str, argument: object) -> Any:
+        def forking(frame: FrameType, event: str, argument: object, held: list[Any] = held) -> Any:
             nonlocal num_left
             if frame.f_code is not Arena.close.__code__:
                 return None

@@ -230,7 +230,7 @@ def test_functions_of_one_line_and_those_that_wrap_one_function_are_told_apart(d
     """Their names, and the lines that Python has for them, are the same."""
     arguments: dict[str, Any] = {"batch_size": 4, "order": "sequential"}
     length = {"name": "crop_or_pad", "field": "text", "length": 2}
-    one, ten = lambda s: {"x": s["text"] + 1}, lambda s: {"x": s["x"] * 10}  # fmt: skip  # noqa: E731
+    one, ten = lambda s: {"x": s["text"] + 1}, lambda s: {"x": s["x"] * 10}  # fmt: skip
     assert load(data, length, one, ten)[0]["x"][1].tolist() == [1210 % 256] * 2
     with (
         Loader(data, transform=[doubled(size)], **arguments) as twice,
