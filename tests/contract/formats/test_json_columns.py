@@ -99,7 +99,6 @@ def served(shards: Sequence[bytes], **options: Any) -> tuple[Sequence[FieldSpec]
     """
     form = shard_format("jsonl", **{"columns": ["*"], **options})
     index = form.assemble(listed(shards), inspect(form, shards))
-    assert isinstance(index, ChunkIndex)
     decoded = decode_all(shards, index)
     extents = index.locate(np.arange(index.num_samples))
     stored = [spec for spec in index.fields if spec.codec != "indexed"]
@@ -230,6 +229,23 @@ def test_other_columns_in_another_shard_are_shown_or_joined() -> None:
     form = shard_format("jsonl", columns=["*"], schema="union", defaults={"b": "none"})
     index = form.assemble(listed(shards), inspect(form, shards))
     assert [spec.name for spec in index.fields] == ["a", "b", "b.present"]
+
+
+@pytest.mark.parametrize("schema", ["equal", "union"])
+def test_a_key_may_come_first_in_any_line(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MIN_CHUNK_BYTES", 1)
+    rows: list[dict[str, Any]] = [{"a": 1, "c": 9}, {"a": 2}, {"a": 3, "b": 4}, {"a": 5, "b": 6}]
+    fields, found = served([lines(rows)], columns=["a", "b"], schema=schema)
+    assert [spec.name for spec in fields] == ["a", "b"]
+    assert found == [[1, None], [2, None], [3, 4], [5, 6]]
+    typed = served([lines(rows)], columns=["a", "b"], types={"b": "float64"}, schema=schema)[1]
+    assert typed == [[1, None], [2, None], [3, 4.0], [5, 6.0]]
+
+
+def test_a_key_may_be_two_fields() -> None:
+    fields, found = served([lines([{"a": 1}, {"a": 2}])], columns=["x=a", "y=a"])
+    assert [spec.name for spec in fields] == ["x", "y"]
+    assert found == [[1, 1], [2, 2]]
 
 
 def test_a_block_that_cannot_be_parsed_is_kept_with_its_reason(

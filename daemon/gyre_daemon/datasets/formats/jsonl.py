@@ -578,14 +578,18 @@ class JsonColumns:
 
     def _typed(self, columns: Mapping[str, _Seen]) -> "TypedLines | None":
         """A parser of lines like the previous ones; None as long as too little is known."""
-        types, specs = dict(self.types), []
-        for key, column in columns.items():
-            written = frozenset(column.lines)
+        types, specs, lacking = dict(self.types), list[FieldSpec](), []
+        for key in dict.fromkeys([*columns, *(key for _, key in self.pairs)]):
+            written = frozenset(columns[key].lines if key in columns else ())
             spec = _spec_of(key, written, types.get(key))
-            if spec is None or written <= {"empty"}:
+            if not written:
+                lacking.append(key)
+            elif spec is None or written <= {"empty"}:
                 return None
-            specs.append(spec)
-        return TypedLines(tuple(specs), tuple(columns), knows_all=not self.pairs)
+            else:
+                specs.append(spec)
+        names = tuple(spec.name for spec in specs)
+        return TypedLines(tuple(specs), names, tuple(lacking), knows_all=not self.pairs)
 
     def _served(
         self, columns: Mapping[str, _Seen], keys: Mapping[str, None]
@@ -780,11 +784,13 @@ class TypedLines:
     Attributes:
         specs: the fields.
         keys: of each.
+        lacking: keys that are absent or `null`; a value is an error.
         knows_all: whether another key is an error.
     """
 
     specs: tuple[FieldSpec, ...]
     keys: tuple[str, ...]
+    lacking: tuple[str, ...] = ()
     knows_all: bool = False
 
     def columns(self, data: bytes) -> list[Column]:
@@ -796,8 +802,8 @@ class TypedLines:
         try:
             rows = _decoder(self).decode_lines(data)
             return [
-                _column(spec, [getattr(row, f"f{place}") for row in rows])
-                for place, spec in enumerate(self.specs)
+                _column(spec, [getattr(row, f"f{self.keys.index(key)}") for row in rows])
+                for spec, key in zip(self.specs, self.keys, strict=True)
             ]
         except (msgspec.DecodeError, OverflowError, RecursionError) as error:
             raise ValueError(str(error)) from error
@@ -806,11 +812,14 @@ class TypedLines:
 @functools.lru_cache(maxsize=64)
 def _decoder(lines: TypedLines) -> Any:
     """Skips other keys, and makes no more objects than it must."""
-    fields = [(f"f{place}", _kind(spec), None) for place, spec in enumerate(lines.specs)]
+    kinds: dict[str, Any] = dict.fromkeys(lines.lacking)
+    kinds |= {key: _kind(spec) for key, spec in zip(lines.keys, lines.specs, strict=True)}
+    names = {key: f"f{lines.keys.index(key)}" for key in lines.keys}
+    names |= {key: f"n{place}" for place, key in enumerate(lines.lacking)}
     row = msgspec.defstruct(
         "Row",
-        fields,
-        rename={f"f{place}": key for place, key in enumerate(lines.keys)},
+        [(names[key], kind, None) for key, kind in kinds.items()],
+        rename={name: key for key, name in names.items()},
         forbid_unknown_fields=lines.knows_all,
         gc=False,
     )
