@@ -99,7 +99,10 @@ class Filter:
             {spec.name: each for spec, each in zip(self._indexed, extents.indexed, strict=True)},
         )
         with np.errstate(all="ignore"):  # NaN keeps no sample
-            kept = np.asarray(self._compute(samples), np.bool_)
+            try:
+                kept = np.asarray(self._compute(samples), np.bool_)
+            except ZeroDivisionError:  # of Python's numbers
+                self._refuse("it divides by 0")
         return np.broadcast_to(kept, (len(extents.shard),))
 
     def kept(self, num_samples: int, facts: Callable[[Int64Array], Extents]) -> Int64Array:
@@ -194,7 +197,9 @@ class Filter:
                 spec = self._indexed_field(name)
                 if spec.media_type == TEXT:
                     self._refuse(f"`{name}` is text; compare it with text in quotes")
-                wide = np.float64 if spec.dtype.kind == "f" else np.int64  # no sum wraps round
+                wide = np.dtype(np.float64 if spec.dtype.kind == "f" else np.int64)
+                if spec.dtype == np.uint64:
+                    wide = np.dtype(object)  # numbers of Python, as int64 would wrap round
                 return lambda samples: samples.values[spec.name].astype(wide)
         return self._unknown(node)
 

@@ -105,6 +105,27 @@ def test_nothing_is_read_for_a_filter_that_calls_what_there_is_not() -> None:
     assert not asked_of("text == 'x' and size(text) > 3", FIELDS)
 
 
+@pytest.mark.parametrize("text", ["hash % 100 < 50", "hash >= 1", "hash - 1 < hash", "-hash < 0"])
+def test_unsigned_numbers_of_64_bits_are_compared_as_python_compares_them(text: str) -> None:
+    values = np.array([1, 5, (1 << 63) - 1, 1 << 63, (1 << 64) - 51, (1 << 64) - 1], np.uint64)
+    field = FieldSpec("hash", values.dtype, (), ragged=False, codec="indexed")
+    nothing = np.zeros((len(values), 0), np.int64)
+    index = SampleTable([field], [len(values)], nothing, nothing, identity=b"", indexed=[values])
+    passes = Filter(text, index.fields, ["hash"])
+    wanted = [eval(text, {"hash": value}) for value in values.tolist()]
+    assert passes(index.locate(np.arange(len(values)))).tolist() == wanted
+
+
+def test_a_division_of_unsigned_numbers_by_0_is_refused() -> None:
+    field = FieldSpec("hash", np.dtype(np.uint64), (), ragged=False, codec="indexed")
+    nothing = np.zeros((1, 0), np.int64)
+    index = SampleTable(
+        [field], [1], nothing, nothing, identity=b"", indexed=[np.ones(1, np.uint64)]
+    )
+    with pytest.raises(ConfigError, match="it divides by 0"):
+        Filter("hash % 0 == 1", index.fields, ["hash"])(index.locate(np.arange(1)))
+
+
 def test_renamed_fields_have_their_new_names() -> None:
     names = ["caption", *(spec.name for spec in FIELDS[1:])]
     extents = table(WHOLE).locate(np.arange(20))
