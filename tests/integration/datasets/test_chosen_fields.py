@@ -64,6 +64,24 @@ def test_fields_have_the_names_and_dtypes_that_were_asked_for(kind: str, folder:
         assert found["label.present"].tolist() == [False, True, True, True, True]
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_columns_under_one_name_are_different_data(tmp_path: Path, compression: str | None) -> None:
+    """The node cache keeps both."""
+    columns = {"coarse": "int", "fine": "int"}
+    with streaming.MDSWriter(
+        out=str(tmp_path / "set"), columns=columns, compression=compression
+    ) as writer:
+        for number in range(5):
+            writer.write({"coarse": number // 2, "fine": number})
+    fingerprints = set()
+    for column, wanted in (("coarse", [0, 0, 1, 1, 2]), ("fine", [0, 1, 2, 3, 4])):
+        options = {"columns": [f"label={column}"]}
+        assert batch(tmp_path / "set", **options)["label"].tolist() == wanted
+        with Loader(tmp_path / "set", batch_size=5, options=options) as loader:
+            fingerprints.add(loader.fingerprint)
+    assert len(fingerprints) == 2
+
+
 def test_arrays_and_digits_are_cast_too(folder: Path) -> None:
     cast = {"pair": "float64", "digits": "int32"}
     found = batch(folder / "parquet", cast=cast, columns=["pair", "digits"])
