@@ -60,6 +60,7 @@ class DecodedShards(MadeStorage):
 
     Attributes:
         failures: by chunk, why it cannot be decoded.
+        identity: see `Chunks.identity`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class DecodedShards(MadeStorage):
         recipe = DecodeRows(source, chunks, index.digest(), decoders)
         super().__init__(recipe, decoders.threads, source)
         self.failures: dict[int, CorruptSample] = {}
-        self._chunks = chunks
+        self.identity, self._chunks = chunks.identity, chunks
         self._table = index.blocks(0)
         self._turn = asyncio.Lock()  # one chunk is in memory at a time
 
@@ -336,7 +337,10 @@ class _Work(Struct, frozen=True):
         else:
             digest.update(self.index.digest())
         shard = self.storage.shards[number]
-        version = "chunks/2" if isinstance(self.storage, DecodedShards) else "damage/1"
+        version = "damage/1"
+        if isinstance(self.storage, DecodedShards):
+            digest.update(self.storage.identity)
+            version = "chunks/3"
         kind = f"{version} {digest.hexdigest()}"
         return SidecarKey(self.location, shard.name, shard.size_bytes, shard.version, kind)
 

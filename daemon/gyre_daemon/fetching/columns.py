@@ -26,6 +26,7 @@ from gyre_daemon.datasets.dataset import Dataset, shard_bounds
 from gyre_daemon.datasets.filters import TEXT, Column, Values
 from gyre_daemon.datasets.formats import Extents, FieldSpec, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays, array_of
+from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.shard_worker import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample, first_error
@@ -329,6 +330,8 @@ class _StoredField:
             )
         self.dataset = replace(dataset, chosen=[spec])
         self.identity = f"{spec.name} {spec.dtype.str} {spec.codec}".encode()
+        if chunks := chunks_of(dataset.index):
+            self.identity += chunks.identity
         self.facts: Mapping[str, str] = {"column": name}
         self._spec, self._is_text = spec, is_text
         self._fetcher, self._flow = Fetcher(self.dataset, threads), Flow("columns")

@@ -195,3 +195,22 @@ def test_lengths_that_transforms_make_are_compared(gyred: StartDaemon, folder: P
     with Loader("made", batch_size=2, address=daemon.address, pack=pack) as loader:
         found = [batch["tokens"] for batch in loader]
     assert sum(int((each == 256).sum()) for each in found) == len(expected)
+
+
+def test_columns_under_one_name_are_filtered_apart(gyred: StartDaemon, folder: Path) -> None:
+    """Decoded rows of either lie alike."""
+    pq.write_table(
+        pa.table({"id": range(9), "up": range(9), "down": range(8, -1, -1)}),
+        folder / "scores.parquet",
+    )
+    datasets = {
+        column: {
+            "uri": str(folder / "scores.parquet"),
+            "columns": ["id", f"score={column}"],
+            "filter": "score >= 7",
+        }
+        for column in ("up", "down")
+    }
+    daemon = gyred({"datasets": datasets})
+    assert ids(daemon.address, "up") == [7, 8]
+    assert ids(daemon.address, "down") == [0, 1]

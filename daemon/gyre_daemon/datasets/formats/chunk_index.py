@@ -492,6 +492,11 @@ class Chunks:
             shard[in_order],
         )
 
+    @property
+    def identity(self) -> bytes:
+        """Distinguishes decoded rows from those of other columns, which may lie alike."""
+        return b" ".join(dict.fromkeys(index.identity for index in self._scanned))
+
     def some(self, chosen: Int64Array) -> "Chunks":
         """Some of the chunks, by rising numbers; decoded shards lack the others."""
         return Chunks(self._scanned, self._owner[chosen], self._place[chosen], self.shard[chosen])
@@ -537,6 +542,7 @@ class ChunkIndex(SampleIndex):
     Attributes:
         noun: the format's name for a chunk.
         decode: decodes a chunk.
+        identity: of the decoded bytes, other than the fields.
         numbers: int64 [C], of the chunks in their shards.
         parameters: of each chunk, numbers of the scan that its decoder needs.
         chunk_bytes: int64 [C], the size of each decoded chunk.
@@ -562,7 +568,7 @@ class ChunkIndex(SampleIndex):
         Raises:
             CorruptSample: a shard has other fields than the first with rows.
         """
-        self.decode, self.noun = decode, noun
+        self.decode, self.noun, self.identity = decode, noun, identity
         schemas = [fields_of(scan) if len(scan["rows"]) else None for scan in inspected]
         advice = "serve them as two datasets, or name the columns that they share in `columns`"
         self._columns = common_schema(shards, schemas, described_all, advice) or []
