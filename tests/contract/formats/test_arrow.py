@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import S3Server, StartDaemon
+from tests.contract.formats.chunk_contract import decode_all
 from tests.contract.formats.format_contract import FormatContract, Sample, inspect, listed
 from tests.shard_formats import shard_format
 
@@ -256,6 +257,31 @@ def test_what_is_no_range_of_bytes_is_refused_by_name() -> None:
     first, second = (stored(pa.table({"b": values}), 9) for values in ([1], [1.0]))
     with pytest.raises(CorruptSample, match=r"001 does not fit: it has the columns b \(float64"):
         index_of([first, second])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_record_batches_without_rows_are_passed_over(
+    compression: str | None, *, is_stream: bool
+) -> None:
+    table = pa.table({"id": [1, 2], "more": [{"x": 3}, {"x": 4}]})
+    sink, none = io.BytesIO(), pa.RecordBatch.from_pylist([], table.schema)
+    make = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with make(sink, table.schema, options=options) as writer:
+        for batch in (none, *table.to_batches(1), none):
+            writer.write_batch(batch)
+    shard = sink.getvalue()
+    index = index_of([shard])
+    assert index.num_samples == 2
+    (decoded,) = decode_all([shard], index)
+    extents = index.locate(np.arange(2))
+    ends = (extents.start + extents.size).tolist()
+    found = [
+        [decoded[begin:end] for begin, end in zip(*places, strict=True)]
+        for places in zip(extents.start.tolist(), ends, strict=True)
+    ]
+    assert found == [[b"\1" + bytes(7), b'{"x":3}'], [b"\2" + bytes(7), b'{"x":4}']]
 
 
 def test_a_folder_of_hugging_face_is_served(

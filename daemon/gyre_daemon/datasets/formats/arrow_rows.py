@@ -725,9 +725,11 @@ def _decoded(
     try:
         options = pa.ipc.IpcReadOptions(use_threads=False)
         stream = pa.BufferReader(b"".join((shared, data, _END)))
-        batch = pa.ipc.open_stream(stream, options=options).read_next_batch()
+        batches = pa.ipc.open_stream(stream, options=options)
+        while not (batch := batches.read_next_batch()).num_rows:
+            pass  # before the first with rows, some may have none
         batch.validate(full=True)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, StopIteration, pa.ArrowException) as error:
         raise ValueError(f"a record batch cannot be read: {error!s:.500}") from error
     if columns is None:
         assert wanted is not None
