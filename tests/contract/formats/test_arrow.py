@@ -284,6 +284,18 @@ def test_record_batches_without_rows_are_passed_over(
     assert found == [[b"\1" + bytes(7), b'{"x":3}'], [b"\2" + bytes(7), b'{"x":4}']]
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_files_outside_of_the_table_are_refused(compression: str | None) -> None:
+    """As the cache of `load_dataset("imagefolder")` has them."""
+    files = [{"bytes": b"x", "path": "a.png"}, {"bytes": None, "path": "/data/b.png"}, None]
+    shard = stored(pa.table({"image": pa.array(files, FILE)}), 9, compression=compression)
+    with pytest.raises(CorruptSample, match=r"no bytes in row 1, only the path /data/b\.png"):
+        index_of([shard])
+    files[1] = {"bytes": None, "path": None}
+    shard = stored(pa.table({"image": pa.array(files, FILE)}), 9, compression=compression)
+    assert [spec.name for spec in index_of([shard]).fields] == ["image", "image.present"]
+
+
 def test_a_folder_of_hugging_face_is_served(
     gyred: StartDaemon, s3_server: S3Server, tmp_path: Path
 ) -> None:

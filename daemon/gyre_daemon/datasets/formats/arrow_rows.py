@@ -347,7 +347,7 @@ def _column(array: Any, spec: FieldSpec) -> Column:
         return _documents(array)
     array = _plain(array)
     if types.is_struct(array.type):
-        array = array.flatten()[array.type.get_field_index("bytes")]
+        array = _files(array, spec.name)
     present = _valid(array)
     if not spec.ragged and _is_list(array.type):
         return Column(_nested(array, spec), None, present)
@@ -360,6 +360,38 @@ def _column(array: Any, spec: FieldSpec) -> Column:
         return Column(data, np.cumsum(lengths, dtype=np.int64) * spec.element_bytes, present)
     data, ends = _bytes(array, present)
     return Column(data, ends, present)
+
+
+def _files(array: Any, name: str) -> Any:
+    """The bytes of structs of files.
+
+    Raises:
+        ValueError: one has its path alone.
+    """
+    leaves = dict(zip((field.name for field in array.type), array.flatten(), strict=True))
+    if "path" in leaves:
+        check_no_paths(name, leaves["bytes"].is_null(), leaves["path"])
+    return leaves["bytes"]
+
+
+def check_no_paths(name: str, lacks_bytes: Any, paths: Any) -> None:
+    """Refuse files outside of a table.
+
+    Args:
+        name: of the column.
+        lacks_bytes: bool [R], of pyarrow.
+        paths: [R], of pyarrow.
+
+    Raises:
+        ValueError: a row has a path and no bytes.
+    """
+    outside = np.flatnonzero(np.asarray(lacks_bytes) & np.asarray(paths.is_valid()))
+    if len(outside):
+        raise ValueError(
+            f"column {name!r:.100} has no bytes in row {outside[0]}, only the path "
+            f"{paths[int(outside[0])]!s:.200}. Write the files into the table "
+            "(`Dataset.to_parquet` of `datasets` does)."
+        )
 
 
 def _nested(array: Any, spec: FieldSpec) -> npt.NDArray[np.uint8]:
@@ -788,6 +820,7 @@ def _stored_column(array: Any, spec: FieldSpec, moved: int) -> tuple[int, int, C
     """
     kind, present = array.type, _valid(array)
     if types.is_struct(kind):  # of a file and its path
+        _files(array, spec.name)
         base, first, column = _stored_column(array.field("bytes"), spec, moved)
         both = [each for each in (present, column.present) if each is not None]
         return base, first, replace(column, present=np.logical_and.reduce(both) if both else None)

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
-import numpy as np
-
 from gyre_daemon.datasets.formats.base import (
     Arrays,
     SampleIndex,
@@ -301,15 +299,11 @@ def _may_lack(group: Any, column: "ServedColumn") -> bool:
 
 def _check_no_paths(opened: Any, number: int, column: "ServedColumn", present: Any) -> None:
     """Refuse files outside of the row group."""
+    from gyre_daemon.datasets.formats.arrow_rows import check_no_paths  # noqa: PLC0415
+
     table = opened.read_row_group(number, columns=[f"{column.name}.path"], use_threads=False)
     (paths,) = table.column(column.name).combine_chunks().flatten()[:1]
-    outside = np.flatnonzero(~present & paths.is_valid().to_numpy(zero_copy_only=False))
-    if len(outside):
-        raise ValueError(
-            f"column {column.name!r:.100} has no bytes in row {outside[0]}, only the path "
-            f"{paths[int(outside[0])]!s:.200}. Write the files into the table "
-            "(`Dataset.to_parquet` of `datasets` does)."
-        )
+    check_no_paths(column.name, ~present, paths)
 
 
 _TOO_LARGE = (
