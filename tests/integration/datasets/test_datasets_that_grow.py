@@ -208,6 +208,34 @@ def test_what_does_not_fit_is_refused(gyred: StartDaemon, tmp_path: Path) -> Non
                 later.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("lands", "field"),
+    [(("de", "fr", "at"), "land"), (("1", "2", "x"), "land"), (("de", "fr", ""), "land.present")],
+)
+def test_partitions_that_change_the_numbers_of_classes_are_refused(
+    gyred: StartDaemon, tmp_path: Path, lands: tuple[str, str, str], field: str
+) -> None:
+    def add(day: int, land: str) -> None:
+        folder = tmp_path / f"set/day={day}" / f"land={land or '__HIVE_DEFAULT_PARTITION__'}"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"id": np.arange(G)}), folder / "0.parquet")
+
+    add(1, lands[0])
+    add(2, lands[1])
+    daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "set"), "append": True}}})
+    with loader(daemon) as first:
+        next(first)
+        state = first.state_dict()
+    add(3, lands[1])
+    index(daemon)
+    with loader(daemon) as grown:
+        grown.load_state_dict(state)
+    add(4, lands[2])
+    index(daemon)
+    with loader(daemon) as other, pytest.raises(CursorRejected, match=f"the fields .*: {field}"):
+        other.load_state_dict(state)
+
+
 def test_single_files_cannot_be_appended(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one")
     with pytest.raises(ConfigError, match="all its single files are one shard; leave `append` out"):

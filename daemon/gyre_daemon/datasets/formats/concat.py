@@ -111,11 +111,6 @@ class IndexedField:
     shifts: Sequence[int] = ()
     of_shards: npt.NDArray[np.generic] | None = None
 
-    def of_some(self, shards: Sequence[int]) -> "IndexedField":
-        """The same of some shards, which are numbered anew."""
-        assert self.of_shards is not None
-        return replace(self, of_shards=self.of_shards[list(shards)])
-
     def values(self, part: int, extents: Extents) -> npt.NDArray[Any]:
         """Of samples of a part, whose shards are numbered as in the dataset."""
         if self.of_shards is not None:

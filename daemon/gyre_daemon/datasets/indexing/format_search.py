@@ -598,12 +598,14 @@ class Partitions(Struct, frozen=True):
 
     Attributes:
         values: of each shard, by key; None where the folder says that there is no value.
+        pairs: the served fields, each with its key.
     """
 
     values: Mapping[str, Sequence[str | None]]
+    pairs: Sequence[tuple[str, str]] = ()
 
-    def chosen(self, config: DatasetConfig) -> "tuple[DatasetConfig, list[IndexedField]]":
-        """The configuration without the keys that `columns` has, and the served fields.
+    def chosen(self, config: DatasetConfig) -> "tuple[DatasetConfig, Partitions]":
+        """The configuration without the keys that `columns` has, and the columns to serve.
 
         Raises:
             ConfigError: all of `columns` are keys, or no field can have the name of one.
@@ -611,7 +613,7 @@ class Partitions(Struct, frozen=True):
         wanted = config.options.get("columns")
         if not isinstance(wanted, Sequence) or not wanted or isinstance(wanted, str):
             check_names(list(self.values), "columns")
-            return config, [each for key in self.values for each in self._fields(key, key)]
+            return config, Partitions(self.values, [(key, key) for key in self.values])
         pairs = renamed([str(each) for each in wanted], "columns")
         both = zip(wanted, pairs, strict=True)
         rest = [text for text, (_, key) in both if key not in self.values]
@@ -623,12 +625,16 @@ class Partitions(Struct, frozen=True):
         if "*" in rest:
             pairs += [(key, key) for key in self.values if key not in [each for _, each in pairs]]
         chosen = [(field, key) for field, key in pairs if key in self.values]
-        fields = [each for field, key in chosen for each in self._fields(field, key)]
-        return replace(config, options={**config.options, "columns": rest}), fields
+        config = replace(config, options={**config.options, "columns": rest})
+        return config, Partitions(self.values, chosen)
 
-    def _fields(self, field: str, key: str) -> Iterator[IndexedField]:
+    def fields(self, shards: Sequence[int]) -> list[IndexedField]:
+        """The served fields of a dataset of some of the shards, which are numbered anew."""
+        return [each for pair in self.pairs for each in self._fields(*pair, shards)]
+
+    def _fields(self, field: str, key: str, shards: Sequence[int]) -> Iterator[IndexedField]:
         """The values of a key, and which shards have one if some have none."""
-        found = self.values[key]
+        found = [self.values[key][shard] for shard in shards]
         texts = sorted({text for text in found if text is not None})
         categories: tuple[str, ...] = ()
         if all(_INTEGER.fullmatch(text) and abs(int(text)) <= _MAX_INTEGER for text in texts):

@@ -47,6 +47,7 @@ from gyre_daemon.datasets.indexing.format_search import (
     FoundFormat,
     ManifestReader,
     Nested,
+    Partitions,
     find_format,
     find_nested,
     list_files,
@@ -153,7 +154,7 @@ class Indexer:
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
         source: Storage
-        columns: list[IndexedField] = []
+        partitions = Partitions({})
         if isinstance(dataset_format, ListedFormat):
             if config.append:
                 raise ConfigError(
@@ -170,7 +171,7 @@ class Indexer:
             source = await open_partitions(
                 self._opener, nested, config, found.pattern or dataset_format.pattern
             )
-            config, columns = partitions_of(nested.root, source).chosen(config)
+            config, partitions = partitions_of(nested.root, source).chosen(config)
             dataset_format = cast("Format", make_format(name or config.uri, config))
         else:
             source = await self._open(location, config, found.pattern or dataset_format.pattern)
@@ -184,8 +185,8 @@ class Indexer:
             [None] * len(source.shards),
             None,
             {},
+            partitions.fields,
             listed,
-            columns=columns,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._open_unpacked(opening, location)
@@ -317,7 +318,8 @@ class Indexer:
         if opening.scan is None:
             inspected = await self.probed(opening, served, refresh=refresh, num_shards=len(shards))
         is_tolerant = opening.config.on_corrupt == "replace"
-        return await assembled(opening, shards, inspected, opening.columns, is_tolerant=is_tolerant)
+        columns = opening.columns(range(len(shards)))
+        return await assembled(opening, shards, inspected, columns, is_tolerant=is_tolerant)
 
     async def probed(
         self,

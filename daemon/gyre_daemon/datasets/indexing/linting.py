@@ -182,7 +182,7 @@ async def _assemble(
         inspected = await indexer.probed(opening, opening.source, refresh=True)
     else:
         inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]
-    columns = [column.of_some(shards.numbers) for column in opening.columns]
+    columns = opening.columns(shards.numbers)
     return await assembled(opening, shards.shards, inspected, columns, is_tolerant=True)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -90,9 +90,9 @@ class OpeningDataset(Struct):
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
+        columns: takes numbers of shards, and returns the columns of their folders.
         listed: the list that names the shards; None if there is none.
         stopped: set when the last caller has left; threads that work for it end then.
-        columns: of the folders of shards.
         damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
             there with the reason while the others go on; None where the first ends the work.
     """
@@ -105,9 +105,9 @@ class OpeningDataset(Struct):
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
+    columns: Callable[[Sequence[int]], Sequence[IndexedField]]
     listed: ShardList | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
-    columns: Sequence[IndexedField] = ()
     damaged: dict[int, CorruptSample] | None = None
 
     @property
