@@ -106,6 +106,12 @@ def test_columns_have_the_types_that_their_values_have() -> None:
         ),
         ("a.jsonl", b"[" * 100_000, "row 1 is no JSON"),
         ("a.jsonl", b'{"path": "\\ud800"}\n', "row 1 "),
+        ("a.jsonl", b'{"path": "a", "n": 18446744073709551557}\n', "row 1 .* no integer of 64"),
+        (
+            "a.jsonl",
+            b'{"path": "a", "n": 0.5}\n{"path": "b", "n": 1%0400d}\n' % 0,
+            "row 2 has 1000.* as its n: ",
+        ),
     ],
 )
 def test_damage_names_the_row(name: str, data: bytes, text: str) -> None:

@@ -254,7 +254,7 @@ def _column(name: str, values: Sequence[Any], kind: str, *, is_json: bool) -> Ma
 def _kind_of(name: str, values: Sequence[Any], *, is_json: bool) -> str:
     """The type of a column, if the options give none."""
     types = set(map(type, values))
-    if types == {int} and all(value in _INT64_RANGE for value in values):
+    if types == {int}:
         return "int64"
     if types and types <= {int, float}:
         return "float64"
@@ -271,7 +271,7 @@ def _parsed(name: str, values: Sequence[Any], parse: Callable[[Any], Any]) -> li
     for row, value in enumerate(values, 1):
         try:
             parsed.append(parse(value))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise _BadRow(row, f"has {value!r:.100} as its {name:.100}: {error}") from error
     return parsed
 
