@@ -274,6 +274,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ("csv", b"a,a\n1,2\n", "two columns have the name 'a'"),
     ("csv", b'a,b\n1,2\n1,x"y"\n', "byte 10: a cell has a quote but is not wholly quoted"),
     ("csv", b'a,b\n1,"2\n3,4\n', "has a quote without a second one"),
+    ("csv", b"a,b\r1,2\r3,4\r", "ends with a carriage return alone"),
     ("npy", npy(np.array(3.0)), "its array has no dim"),
     ("npy", npy(np.zeros((2, 0))), "its rows have no elements"),
     ("npy", npy(np.zeros((2, 1), ">f4")), "big-endian"),

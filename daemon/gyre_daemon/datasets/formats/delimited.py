@@ -142,7 +142,10 @@ def _cells(data: bytes, delimiter: int) -> tuple[Int64s, Int64s, Int64s]:
 
 def _names(record: bytes, delimiter: str, offset: int) -> list[str]:
     try:
-        names = next(csv.reader(io.StringIO(record.decode(), newline=""), delimiter=delimiter))
+        lines = csv.reader(io.StringIO(record.decode(), newline=""), delimiter=delimiter)
+        names = next(lines)
+        if next(lines, None) is not None:
+            raise ValueError("a line ends with a carriage return alone. Write line feeds behind it")
     except (ValueError, csv.Error) as error:
         raise DamagedPart(f"the names of the columns cannot be read: {error}", offset) from error
     if len(set(names)) < len(names):
