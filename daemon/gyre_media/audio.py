@@ -150,7 +150,8 @@ class LogMel(Transform):
 
     Attributes:
         rate: of the sound, in Hz.
-        field: the sound, float32 [n], which becomes float32 [mels, n // hop + 1].
+        field: the sound, float32 [n], which becomes float32 [mels, n // hop + 1], or [mels,
+            (n - 1) // hop + 1] with an odd window.
         mels: how many triangles.
         window: of each spectrum, in samples.
         hop: from one spectrum to the next, in samples.
@@ -193,7 +194,8 @@ class LogMel(Transform):
             )
         if num <= self.window // 2:
             raise ValueError(f"{num} samples are too few for a window of {self.window}")
-        return {self.field: Field(before.dtype, (self.mels, num // self.hop + 1))}
+        num_frames = (num - self.window % 2) // self.hop + 1
+        return {self.field: Field(before.dtype, (self.mels, num_frames))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         sound = np.pad(sample[self.field], self.window // 2, mode="reflect")

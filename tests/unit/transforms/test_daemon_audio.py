@@ -80,7 +80,9 @@ def test_sounds_get_one_length(start: Any) -> None:
         assert np.array_equal(found, kept)
 
 
-@pytest.mark.parametrize("options", [{}, {"mels": 40, "window": 512, "hop": 128, "low": 50.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mels": 40, "window": 512, "hop": 128, "low": 50.0}, {"window": 401}]
+)
 def test_log_mel_is_that_of_torchaudio(options: dict[str, Any]) -> None:
     """By torchaudio's formulas, as its documentation has them, and torch's spectra."""
     rate, length, mel = 16_000, 4000, LogMel(16_000, **options)
