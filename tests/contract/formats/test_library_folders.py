@@ -14,6 +14,7 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats.tokens import read_head
 from gyre_daemon.datasets.indexing.indexer import Indexer
+from gyre_daemon.datasets.indexing.shard_lists import _RECORDS
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest, ShardMissing
@@ -340,6 +341,12 @@ def test_a_saved_selection_is_refused(tmp_path: Path) -> None:
     place.put("state.json", json.dumps(state).encode())
     with pytest.raises(InvalidRequest, match=r"selects rows of its files.*flatten_indices"):
         listing(place)
+
+
+def test_white_space_in_a_list_is_looked_at_once() -> None:
+    """Not once for each line, which would take hours."""
+    assert not _RECORDS.match(b"{}" + b" \n" * (1 << 22))
+    assert _RECORDS.match(b"{}" + b" \r\n" * (1 << 16) + b'\t{"a": 1}')
 
 
 @pytest.mark.parametrize("name", ["../a.mds", "/etc/a.mds", "s3://other/a.mds", "*.mds"])

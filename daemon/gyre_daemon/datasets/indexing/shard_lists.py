@@ -31,7 +31,7 @@ _FORMAT_OF_LISTS = "webdataset"
 _MAX_BYTES = 256 << 20
 # Enough to see that a file of JSON has samples, and is no list.
 _HEAD_BYTES = 64 << 10
-_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[|.*\}\s*\n\s*\{", re.DOTALL)
+_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[|.*\}[ \t\r]*\n\s*\{", re.DOTALL)
 # Folders of a table's parts, no datasets: partitions, and those of Iceberg's files.
 _PART_OF_TABLE = "{*=*,data}"
 _MAX_NAMED = 5  # files in a message
