@@ -197,9 +197,9 @@ class Filter:
                 spec = self._indexed_field(name)
                 if spec.media_type == TEXT:
                     self._refuse(f"`{name}` is text; compare it with text in quotes")
-                wide = np.dtype(np.float64 if spec.dtype.kind == "f" else np.int64)
+                wide = "f8" if spec.dtype.kind == "f" else "i8"
                 if spec.dtype == np.uint64:
-                    wide = np.dtype(object)  # numbers of Python, as int64 would wrap round
+                    wide = "O"  # numbers of Python, as int64 would wrap round
                 return lambda samples: samples.values[spec.name].astype(wide)
         return self._unknown(node)
 

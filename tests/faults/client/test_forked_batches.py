@@ -205,7 +205,7 @@ def test_a_child_that_lives_on_keeps_no_session_of_its_parent(daemon: Daemon) ->
     process = psutil.Process(daemon.process.pid)
 
     def num_sides() -> int:
-        return sum(each.laddr.endswith(".side") for each in process.net_connections("unix"))
+        return sum(str(each.laddr).endswith(".side") for each in process.net_connections("unix"))
 
     before = num_sides()
     with Loader("tokens", batch_size=32, address=daemon.address) as loader:

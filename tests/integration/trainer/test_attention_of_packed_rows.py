@@ -135,9 +135,10 @@ def by_documents_of_one_row(
     """What transformers lets flash kernels compute: in a batch of one row they read positions."""
     begins = (more.pop("position_ids")[0] == 0).nonzero().flatten().tolist()
     ends = torch.tensor([*(begins if len(query) == 1 else [0]), query.shape[2]])
+    rows = (each.unbind() for each in (query, key, value))
     parts = [
-        by_documents(module, q, k, v, mask, cu_seq_lens_q=ends, **more)[0]
-        for q, k, v in zip(query.split(1), key.split(1), value.split(1), strict=True)
+        by_documents(module, q[None], k[None], v[None], mask, cu_seq_lens_q=ends, **more)[0]
+        for q, k, v in zip(*rows, strict=True)
     ]
     return torch.cat(parts), None
 

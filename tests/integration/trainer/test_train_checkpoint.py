@@ -138,8 +138,8 @@ def test_a_parameter_that_had_no_gradient_yet_has_no_state_after_a_resume(
         assert not optimizer.state.get(tower)
         assert torch.equal(tower, saved.model.get_parameter("tower.weight"))
         assert len(tensors(saved)) == len(tensors(restored))
-        for one, other in zip(tensors(saved), tensors(restored), strict=True):
-            assert torch.equal(one, other)
+        for one, again in zip(tensors(saved), tensors(restored), strict=True):
+            assert torch.equal(one, again)
         tower.grad = torch.ones_like(tower)
         optimizer.step()
         assert optimizer.state[tower]["step"] == 1
