@@ -222,14 +222,18 @@ class WebdatasetWriter(Writer):
         self._members: list[tuple[str, Column]] = []
         for column in columns:
             name = column.name.lower()
-            is_plain = (
-                column.is_bytes
-                or name.rpartition(".")[2] in _INTEGERS
-                or (name.rpartition(".")[2] == "npy")
-            )
-            self._members.append((name if is_plain else f"{name}.npy", column))
+            extension = name.rpartition(".")[2]
+            if column.is_bytes:
+                is_read_as_such = extension not in (*_INTEGERS, "npy")
+                kind = "txt" if column.is_text else "bin"
+            else:
+                is_digits = column.dtype.kind in "iub" and not (column.shape or column.is_ragged)
+                is_read_as_such = extension == "npy" or (extension in _INTEGERS and is_digits)
+                kind = "npy"
+            self._members.append((name if is_read_as_such else f"{name}.{kind}", column))
         names = [name for name, _ in self._members]
-        if len(set(names)) < len(names) or any("/" in name for name in names):
+        # ShardWriter leaves out what begins with an underscore
+        if len(set(names)) < len(names) or any("/" in name or name[0] == "_" for name in names):
             raise InvalidRequest(
                 f"tar shards cannot have members with the extensions {', '.join(names)}; rename "
                 "the columns"
@@ -628,10 +632,13 @@ def _finished(folder: UnitFolder, num_parts: int, kind: str, target: Path) -> di
     """Moves the files to where they belong, and returns their numbers."""
     results, files = folder.results(), folder.path / _FILES
     wanted = {name for result in results.values() for name in result["files"]}
-    if len(results) != num_parts or wanted != {path.name for path in files.iterdir()}:
+    found = {path.name for path in files.iterdir()}
+    if len(results) != num_parts or not wanted <= found:
         raise InvalidRequest(
             f"{folder.path} lacks files that were written. Remove it, and begin anew"
         )
+    for name in found - wanted:  # the index of a command that was ended here
+        (files / name).unlink()
     about = [results[number]["about"] for number in sorted(results) if results[number]["files"]]
     if text := WRITERS[kind].index(about):
         write_whole(files / "index.json", text)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from gyre_client import Loader
+from gyre_client import Loader, texts
 from gyre_client.command.cli import main
 from gyre_client.prepare.conversion import OutputFile
 from tokenizers import Tokenizer
@@ -266,3 +266,56 @@ def test_nothing_is_left_where_a_sample_is_corrupt(
     assert convert(tmp_path / "lines", tmp_path / "new", "parquet") == 1
     assert "sample 3000" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["lines"]
+
+
+def test_tar_members_with_names_that_readers_decode_keep_their_values(tmp_path: Path) -> None:
+    """Gyre and webdataset read `.id` and `.index` as whole numbers, and `.npy` as an array."""
+    values = {
+        "id": pa.array(["a1", "b2", "c3"]),
+        "index": pa.array([0.25, 1.5, -2.75]),
+        "cls": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32(), 2)),
+        "cls2": pa.array([7, -8, 9]),
+        "npy": pa.array([b"x", b"yy", b"zzz"]),
+    }
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table(values), tmp_path / "rows/a.parquet")
+    assert convert(tmp_path / "rows", tmp_path / "tars", "webdataset") == 0
+    with Loader(tmp_path / "tars", batch_size=3, order="sequential", format="webdataset") as loader:
+        batch = next(loader)
+    assert texts(batch, "id.txt") == ["a1", "b2", "c3"]
+    assert batch["index.npy"].tolist() == [0.25, 1.5, -2.75]
+    assert batch["cls.npy"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert batch["cls2"].tolist() == [7, -8, 9]
+    assert bytes(batch["npy.bin"].tolist()) == b"xyyzzz"
+
+
+def test_columns_that_a_tar_writer_would_leave_out_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table({"_id": [1], "x": [2]}), tmp_path / "rows/a.parquet")
+    assert convert(tmp_path / "rows", tmp_path / "tars", "webdataset") == 2
+    assert "cannot have members with the extensions _id" in capsys.readouterr().err
+    assert not (tmp_path / "tars").exists()
+
+
+def test_a_command_that_was_ended_at_the_index_of_all_files_goes_on(
+    tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "mds", Path.rename
+
+    def interrupted(path: Path, to: Path) -> Path:
+        if to == target:
+            raise Interrupted
+        return rename(path, to)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Path, "rename", interrupted)
+        convert(tars, target, "mds")
+    unfinished = tmp_path / ".mds.unfinished/files"
+    assert (unfinished / "index.json").exists()
+    (unfinished / ".index.json.0123").touch()  # an index that was being written
+    assert convert(tars, target, "mds") == 0
+    assert sorted(path.name for path in target.iterdir()) == ["index.json", "shard.00000.mds"]
+    assert samples(target) == samples(tars)
+    capsys.readouterr()
