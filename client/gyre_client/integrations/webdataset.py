@@ -43,9 +43,10 @@ class Samples(IterableDataset[dict[str, Any]]):
             samples = [each for each in samples_of(batch) if each.get("mask", True)]
             for sample in samples[:-1]:
                 yield _members(sample)
-            stream.position = behind  # with the last sample, the batch is taken
-            if samples:
-                yield _members(samples[-1])
+            last = [_members(sample) for sample in samples[-1:]]
+            if stream.position.batch < behind.batch:  # unless a younger iteration has gone on
+                stream.position = behind  # with the last sample, the batch is taken
+            yield from last
 
 
 def _members(sample: dict[str, Tensor]) -> dict[str, Any]:
@@ -68,4 +69,5 @@ def _stored(name: str, value: Tensor, shape: Tensor | None) -> Any:
         return file.getvalue()
     if extension in _NUMBERS and array.ndim == 0:
         return b"%d" % int(array)
-    return array.tobytes() if array.ndim == 1 and array.dtype == np.uint8 else array
+    # A copy: a stage may write to it, and a batch that was not taken comes again.
+    return array.tobytes() if array.ndim == 1 and array.dtype == np.uint8 else array.copy()

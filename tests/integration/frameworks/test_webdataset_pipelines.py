@@ -9,6 +9,7 @@ import pytest
 import torch
 import webdataset as wds
 from gyre_client import Loader
+from gyre_client.errors import InvalidRequest
 from gyre_client.integrations.webdataset import Samples
 
 pytestmark = [
@@ -104,3 +105,26 @@ def test_workers_are_refused(shards: str) -> None:
         batches = torch.utils.data.DataLoader(pipeline, batch_size=None, num_workers=1)
         with pytest.raises(Exception, match="num_workers=0"):
             next(iter(batches))
+
+
+def test_a_batch_that_comes_again_is_as_it_was_stored(shards: str) -> None:
+    """A stage wrote to its arrays, and the iteration ended inside the batch."""
+    decode = [{"name": "decode_image", "field": "png"}, {"name": "resize", "size": [4, 4]}]
+    with opened(shards, transform=decode, options={"fields": ["png", "cls"]}) as loader:
+        for turn in range(2):
+            sample = next(iter(Samples(loader)))
+            image = next(each for each in sample.values() if np.ndim(each) == 3)
+            if turn:
+                assert image.any()
+            image[:] = 0
+
+
+def test_an_older_iteration_does_not_move_the_loader_back(shards: str) -> None:
+    with opened(shards) as loader:
+        older, younger = iter(Samples(loader)), iter(Samples(loader))
+        next(older)
+        assert [int(next(younger)["__key__"]) for _ in range(8)] == [*range(8)]
+        with pytest.raises(InvalidRequest, match="another iteration of this Loader has begun"):
+            list(older)
+        assert loader.step == 2
+        assert [int(sample["__key__"]) for sample in younger] == [8, 9, 10]
