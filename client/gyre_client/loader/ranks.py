@@ -24,6 +24,7 @@ from math import prod
 
 import torch
 import torch.distributed
+import torch.utils.data
 from google.protobuf.json_format import MessageToDict
 from gyre_protos.v1 import loader_pb2 as pb
 from torch import Tensor
@@ -137,11 +138,18 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
 
     Raises:
         InvalidRequest: The numbers are out of range, only one of them is given, or this process was
-            launched as one of several ranks and torch.distributed is not initialised.
+            launched as one of several ranks and torch.distributed is not initialised, or it is one
+            of several workers of a DataLoader.
     """
     if (rank is None) != (world_size is None):
         raise InvalidRequest("rank and world_size go together: give both or neither")
     if rank is None or world_size is None:
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise InvalidRequest(
+                f"this process is one of {worker.num_workers} workers of a DataLoader, and each of "
+                "them would read all batches. Use num_workers=0: the daemon reads in parallel"
+            )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         if launched_as()[1] > 1:

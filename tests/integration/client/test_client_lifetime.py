@@ -18,7 +18,7 @@ from gyre_client.errors import (
 )
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.batches import Batch, same, take
 
@@ -131,3 +131,24 @@ def test_a_closed_loader_keeps_its_state_and_refuses_to_read(numbers: str) -> No
     assert loader.state_dict() == state
     with pytest.raises(InvalidRequest, match="closed"):
         next(loader)
+
+
+class InEachWorker(IterableDataset[Batch]):
+    """Makes a Loader where it is read."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def __iter__(self) -> Iterator[Batch]:
+        with Loader("numbers", batch_size=10, address=self.address) as loader:
+            yield from loader
+
+
+def test_workers_that_would_all_read_every_batch_are_refused(numbers: str) -> None:
+    dataset, fork = InEachWorker(numbers), {"batch_size": None, "multiprocessing_context": "fork"}
+    gc.collect()  # as above
+    iterator = iter(DataLoader(dataset, num_workers=2, **fork))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="one of 2 workers of a DataLoader"):
+        next(iterator)
+    for worker in multiprocessing.active_children():
+        worker.terminate()
