@@ -129,3 +129,4 @@ class MicroBatches:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the step after that state the next one, for iterations that begin from now on."""
         self.loader.load_state_dict(state_dict)
+        self._num_left = 0
