@@ -270,7 +270,7 @@ class PayloadBuffer:
         """
         try:
             # torch aligns memory to 64 bytes, numpy does not
-            self.memory: Memory = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+            self.memory: Memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
         except RuntimeError:
             raise DaemonFault(
                 f"the daemon sent a batch of {num_bytes} bytes, "

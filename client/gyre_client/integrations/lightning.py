@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning import LightningDataModule
 
+from gyre_client.errors import InvalidRequest
 from gyre_client.loader.loader import Loader
 
 _EVALUATION = {"order": "sequential", "tail": "pad", "restart": True}
@@ -39,6 +40,10 @@ class GyreDataModule(LightningDataModule):
             test: Of the one to test with.
             predict: Of the one to predict from.
             common: Arguments of all four, such as `batch_size` and `address`.
+
+        Raises:
+            InvalidRequest: Training has no length: Lightning would take a batch ahead of each
+                checkpoint, which a resumed run would lack.
         """
         super().__init__()
         evaluated = {"val": val, "test": test, "predict": predict}
@@ -49,6 +54,11 @@ class GyreDataModule(LightningDataModule):
         }
         if train is not None:
             self._arguments["train"] = {"tail": "drop", **common, **train}
+            if self._arguments["train"].get("epochs", 1) is None:
+                raise InvalidRequest(
+                    "train: Lightning loses a batch at each resume of epochs without a length "
+                    "(got epochs=None). Leave epochs out"
+                )
         self._loaders: dict[str, Loader] = {}
 
     def train_dataloader(self) -> Any:

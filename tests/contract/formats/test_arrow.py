@@ -287,7 +287,11 @@ def test_record_batches_without_rows_are_passed_over(
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_files_outside_of_the_table_are_refused(compression: str | None) -> None:
     """As the cache of `load_dataset("imagefolder")` has them."""
-    files = [{"bytes": b"x", "path": "a.png"}, {"bytes": None, "path": "/data/b.png"}, None]
+    files: list[Any] = [
+        {"bytes": b"x", "path": "a.png"},
+        {"bytes": None, "path": "/data/b.png"},
+        None,
+    ]
     shard = stored(pa.table({"image": pa.array(files, FILE)}), 9, compression=compression)
     with pytest.raises(CorruptSample, match=r"no bytes in row 1, only the path /data/b\.png"):
         index_of([shard])

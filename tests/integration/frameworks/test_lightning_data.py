@@ -7,6 +7,7 @@ import lightning
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.errors import InvalidRequest
 from gyre_client.integrations.lightning import GyreDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -96,3 +97,9 @@ def test_loaders_that_are_asked_for_again_go_on(numbers_file: Path, tmp_path: Pa
     reload = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
     trainer(tmp_path, **reload).fit(model, data(numbers_file, train={"seed": 0}))
     assert model.trained == planned(numbers_file, 30)
+
+
+def test_training_without_a_length_is_refused(numbers_file: Path) -> None:
+    """Lightning takes a batch ahead of its checkpoints then, and a resumed run would lack it."""
+    with pytest.raises(InvalidRequest, match="loses a batch at each resume"):
+        data(numbers_file, train={"epochs": None})
