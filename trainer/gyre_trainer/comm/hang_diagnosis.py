@@ -170,7 +170,7 @@ class HangDiagnosis:
         self._rank = dist.get_rank()
         self._progress = RankProgress()
         self._hop = _HopWait()
-        self._end_waits: Callable[[], object] = _nothing
+        self._end_waits: Callable[[], Callable[[], object] | None] = _nothing
         self._ends_hops_alone = True
         self._store: Store | None = None
         self._verdict: Verdict | None = None
@@ -195,14 +195,17 @@ class HangDiagnosis:
     def end_waits_by(self, give_up: Callable[[], object], *, hops_alone: bool) -> None:
         """Call this from a thread when there is a verdict: it lets the waits of this rank fail.
 
-        With ``hops_alone``, only while this rank waits for a hop; others end by themselves.
+        With ``hops_alone``, only while this rank waits for a hop; others end by themselves. The
+        method keeps its object no longer, which has this one: both end with their ring, and this
+        thread answers for no later ring of the group.
         """
-        self._end_waits, self._ends_hops_alone = give_up, hops_alone
+        self._end_waits, self._ends_hops_alone = weakref.WeakMethod(give_up), hops_alone
 
     def end_waits(self) -> None:
         """Let the waits of this rank fail."""
-        if self._hop.now[1] or not self._ends_hops_alone:
-            self._end_waits()
+        give_up = self._end_waits()
+        if give_up and (self._hop.now[1] or not self._ends_hops_alone):
+            give_up()
 
     @contextmanager
     def waiting(self, what: str, identity: int = 0) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
@@ -463,7 +463,7 @@ class RotationTarget:
     @property
     def num_slices(self) -> int:
         """The number of slices of each module: the number of ranks."""
-        return ring_of(self.mesh).size
+        return ring_group(self.mesh).size()
 
 
 def wrap(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
