@@ -612,6 +612,8 @@ def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
             raise ValueError("it has two schemas" if schema else "it does not begin with a schema")
         if kind == "record batch":
             num_rows = _parsed(pa.ipc.read_record_batch, message, pa.schema([])).num_rows
+            if num_rows > MAX_CHUNK_BYTES:  # a damaged one may claim so
+                raise ValueError(_TOO_LARGE)
             if num_rows:
                 shared = begin, messages.offset
                 found = found or _opened(schema, wanted, message, head, shared)
