@@ -15,7 +15,7 @@ from gyre_client.errors import ShardMissing
 from gyre_daemon.datasets.formats.files import read_manifest
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Texts
-from gyre_daemon.storage.sources import drivers
+from gyre_daemon.storage.sources import remote_opener
 
 from tests.conftest import S3Server, StartDaemon
 from tests.contract.formats.test_single_files import listing
@@ -184,7 +184,7 @@ def test_files_of_a_manifest_are_served(
 def test_many_names_are_found_by_listing_their_folder(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, listing: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(drivers, "_MAX_ASKED", 3)
+    monkeypatch.setattr(remote_opener, "_MAX_ASKED", 3)
     place = S3Place(s3_server)
     for path, data in {**FILES, ".hidden/x.png": b"x", "list.csv": csv_of(ROWS)}.items():
         place.put(path, data)

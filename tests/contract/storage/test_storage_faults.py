@@ -24,7 +24,7 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.sources import drivers, remote_opener
+from gyre_daemon.storage.sources import remote_opener
 from gyre_daemon.storage.sources.object_source import open_objects
 from gyre_daemon.storage.sources.opener import StorageOpener
 
@@ -216,8 +216,7 @@ def test_silence_ends_at_the_deadline(
 def test_a_listing_without_an_answer(
     one: Coroutine[Any, Any, Storage], object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (remote_opener, drivers):
-        monkeypatch.setattr(module, "LISTING_DEADLINE_S", 0.5)
+    monkeypatch.setattr(remote_opener, "LISTING_DEADLINE_S", 0.5)
     object_server.faults.append("silence")
     began = time.monotonic()
     with pytest.raises(

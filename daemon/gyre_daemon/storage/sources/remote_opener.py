@@ -1,19 +1,26 @@
 """Opens locations that fsspec's drivers, web servers or the hub serve; see `opener`.
 
-A private daemon of local data starts without this module and all that it imports.
+Which driver lists and reads which scheme, and how it lists. A private daemon of local data starts
+without this module and all that it imports.
 """
 
 import asyncio
+import itertools
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
+import numpy as np
 from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
+from gyre_daemon.config.tables import hide
 from gyre_daemon.errors import (
+    ConfigError,
     GyreError,
     InvalidRequest,
     NotAllowed,
@@ -32,36 +39,51 @@ from gyre_daemon.storage.location import (
     ARCHIVES,
     Location,
     archive_of,
+    check_one_set,
+    encoded_name,
     endpoint_name,
+    matches_any,
+    no_match,
+    patterns_of,
+    redact,
     relative_names,
+    without_beside,
 )
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.response import Source, words
+from gyre_daemon.storage.response import Source, access_error, describe, response_from_error, words
 from gyre_daemon.storage.shard import FilePaths, FileShards, FileTable, Shard, Texts, Validators
-from gyre_daemon.storage.sources.drivers import (
-    LISTING_DEADLINE_S,
-    Drivers,
-    Entries,
-    as_folder,
-    entries_of,
-    list_tree,
-    listing_error,
-    look_again,
-    stat_names,
+from gyre_daemon.storage.sources.fsspec_drivers import (
+    MAX_READS,
+    DriverSource,
+    EndpointThreads,
+    ThreadedFileSystem,
+    driver_of,
+    open_archive,
 )
-from gyre_daemon.storage.sources.fsspec_drivers import ThreadedFileSystem, open_archive
 from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
     HttpOptions,
     WebFileSystem,
+    check_no_proxy,
     take_http_options,
 )
-from gyre_daemon.storage.sources.hub import HubUnreachable
+from gyre_daemon.storage.sources.http_source import SCHEMES as WEB_SCHEMES
+from gyre_daemon.storage.sources.hub import HubBudget, HubClient, HubFileSystem, HubUnreachable
+from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
+HUB_SCHEME = "hf"
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
+
+# How long a listing may take: of a few paths, or of one page of a folder with any number.
+LISTING_DEADLINE_S = 60.0
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.
 _SHARE_OF_LISTINGS = 4
+# Up to this many files are asked for one by one, at any storage; more are found by listing their
+# folder, where that can be done, a thousand with each request.
+_MAX_ASKED = 1000
 
 Result = TypeVar("Result")
+Entries = list[tuple[str, dict[str, Any]]]
 _ListAll = Callable[[AsyncFileSystem], Awaitable[tuple[Sequence[str], Sequence[Shard]]]]
 _OpenLocation = Callable[[Location, Mapping[str, Any], str], Awaitable[Storage]]
 
@@ -95,7 +117,9 @@ class RemoteOpener:
         self._max_requests = descriptor_shares().connections  # over all endpoints
         max_at_once = max(1, self._max_requests // _SHARE_OF_LISTINGS)
         self._max_listings = min(options.max_requests, max_at_once)
-        self._drivers = Drivers(self._max_requests, options.hub_requests_per_s)
+        self._connections = ConnectionBudget(self._max_requests)
+        self._hub = HubBudget(options.hub_requests_per_s)
+        self._threads: dict[str, EndpointThreads] = {}  # of synchronous drivers, by endpoint
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
     async def open(
@@ -191,7 +215,7 @@ class RemoteOpener:
         """Close all connections."""
         for source in list(self._sources):
             source.close()
-        self._drivers.close()
+        self._hub.close()
 
     async def _cached(
         self,
@@ -203,7 +227,7 @@ class RemoteOpener:
         is_logged: bool = True,
     ) -> Location:
         """The snapshot of a location in the hub's cache, which the log names."""
-        client = await in_thread(partial(self._drivers.hub, settings, options), "gyre-hub")
+        client = await in_thread(partial(HubClient, settings, options, self._hub), "gyre-hub")
         try:
             work = partial(client.snapshot, location, why)
             local, folder = await in_thread(work, "gyre-hub")
@@ -251,7 +275,7 @@ class RemoteOpener:
             max_requests = min(max_requests, filesystem.max_reads)
         endpoint = self._endpoint(name, location.scheme, max_requests)
         num_connections = endpoint.limit.limit if len(self._endpoints) > num_endpoints else 0
-        source = await self._drivers.source(
+        source = await self._source(
             filesystem, location.scheme, settings, paths[0], num_connections, options
         )
         self._sources.add(source)
@@ -263,7 +287,7 @@ class RemoteOpener:
     ) -> AsyncFileSystem:
         """The lister of a location; an archive is opened as a location by itself."""
         if location.scheme not in ARCHIVES:
-            return await self._drivers.filesystem(location, settings, options)
+            return await self._driver(location, settings, options)
         path = location.paths[0]
         archive = await self._open_location(archive_of(path), {**settings, **options.given}, "*")
         address = f"{location.scheme}://{path.partition('://')[2].partition('/')[0]}"
@@ -276,6 +300,78 @@ class RemoteOpener:
         except Exception as error:
             raise listing_error(location.text, error) from error
         return filesystem
+
+    async def _driver(
+        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
+    ) -> AsyncFileSystem:
+        """A file system for one dataset; a shared one would share credentials."""
+        scheme = location.scheme
+        try:
+            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
+                return WebFileSystem(settings, options, self._connections)
+            if scheme == HUB_SCHEME:
+                make = partial(HubClient, settings, options, self._hub)  # reads files
+                client = await in_thread(make, "gyre-hub")
+                return HubFileSystem(client, options, self._connections)
+            if scheme in OBJECT_SCHEMES:
+                # obstore is an extra, which local files do not need.
+                from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
+
+                return open_objects(scheme, settings, location.paths[0], options.roots)
+            find = partial(driver_of, scheme, settings)  # imports its package
+            driver, settings = await in_thread(find, f"gyre-import {scheme}")
+            address, told = _server_in(driver, location)
+            arguments = {**settings, **told}
+            if isinstance(arguments.get("auth"), list):  # TOML has no tuples
+                arguments["auth"] = tuple(arguments["auth"])
+            # The names that a driver has for files lack the server: `ThreadedFileSystem` adds it.
+            if driver.async_impl and not told:
+                return driver(**arguments, asynchronous=True, skip_instance_cache=True)
+            name = endpoint_name(scheme, settings, location.paths[0])
+            threads = self._threads.setdefault(name, EndpointThreads(name, MAX_READS))
+            connect = partial(driver, **arguments, skip_instance_cache=True)
+            filesystem = ThreadedFileSystem(address, connect, threads)
+            async with asyncio.timeout(LISTING_DEADLINE_S):
+                await filesystem.connect()
+            return filesystem
+        except ImportError as error:
+            raise no_driver(scheme, error) from error
+        except GyreError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the storage settings of a {scheme}:// dataset cannot be used: "
+                f"{words(hide(str(error), settings))}"
+            ) from error
+        except Exception as error:
+            raise listing_error(location.text, error) from error
+
+    async def _source(
+        self,
+        filesystem: AsyncFileSystem,
+        scheme: str,
+        settings: Mapping[str, Any],
+        path: str,
+        num_connections: int,
+        options: HttpOptions,
+    ) -> Source:
+        """The carrier of a listed dataset's reads; opens this many connections at once."""
+        if isinstance(filesystem, WebFileSystem):
+            filesystem.source.connect(urlsplit(path), num_connections)
+            return filesystem.source
+        if scheme == HUB_SCHEME or isinstance(filesystem, ThreadedFileSystem):
+            return cast("Source", filesystem.source)
+        if scheme not in OBJECT_SCHEMES:
+            return DriverSource(filesystem)
+        from gyre_daemon.storage.sources.object_source import (  # noqa: PLC0415
+            ObjectSource,
+            plain_source,
+        )
+
+        general = ObjectSource(scheme, settings, path, options.roots)
+        return await plain_source(
+            general, scheme, settings, path, self._connections, num_connections, options
+        )
 
     async def _listed(
         self, location: Location, listing: Awaitable[Result], *, may_be_absent: bool
@@ -340,3 +436,238 @@ async def _http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Ht
     if not isinstance(ca_file, str) or not ca_file:
         return await compute(take_http_options, settings)
     return await MOUNTS.run(ca_file, take_http_options, settings)
+
+
+def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[str, dict[str, Any]]:
+    """The server of a location's URL.
+
+    Returns:
+        The beginning of the URL that is not part of a driver's own paths; and host, port and user,
+        as the driver takes them.
+
+    Raises:
+        InvalidRequest: a brace list names several servers.
+    """
+    scheme = location.scheme
+    first = location.paths[0].partition("://")[2].partition("/")[0]
+    told = driver._get_kwargs_from_urls(f"{scheme}://{first}/")
+    address = f"{scheme}://{first}"
+    if not told:
+        return f"{scheme}://", {}
+    others = (each for each in location.paths if not f"{each}/".startswith(f"{address}/"))
+    if other := next(others, None):
+        raise InvalidRequest(
+            f"the shards of {location.text} are on several servers (got {redact(other)} too). Make "
+            "each a dataset, and mix these"
+        )
+    is_in_path = driver._strip_protocol(f"{address}/x").strip("/") != "x"
+    return f"{scheme}://" if is_in_path else address, told
+
+
+async def entries_of(filesystem: AsyncFileSystem, path: str, pattern: str) -> Entries:
+    """Path and info of every file that a path, a folder or a glob stands for, sorted by path."""
+    scheme = path.partition("://")[0]
+    may_be_glob = path.partition("://")[2].partition("/")[2] if scheme in WEB_SCHEMES else path
+    if any(letter in may_be_glob for letter in "*?["):
+        found = await filesystem._glob(path, detail=True)
+    else:
+        info = await filesystem._info(path)
+        if info["type"] != "directory":
+            return [(path, info)]
+        found = await _in_folder(filesystem, as_folder(path), pattern)
+        await _check_folder(filesystem, path, found, pattern)
+    return [
+        (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
+        for name, info in sorted(found.items())
+        if info["type"] == "file"
+    ]
+
+
+def as_folder(url: str) -> str:
+    """The URL with one slash at its end, or that of a root: `scheme://`."""
+    return url if url.endswith("://") else url.rstrip("/") + "/"
+
+
+async def _in_folder(
+    filesystem: AsyncFileSystem, folder: str, pattern: str
+) -> dict[str, dict[str, Any]]:
+    """The files of a folder that match, by one listing."""
+    is_one = len(patterns_of(pattern)) == 1
+    found = dict(await filesystem._glob(f"{folder}{pattern if is_one else '*'}", detail=True))
+    paths = [path for path in found if is_one or matches_any(path.rpartition("/")[2], pattern)]
+    paths = without_beside(redact(folder), paths, pattern, lambda path: path.rpartition("/")[2])
+    return {path: found[path] for path in paths}
+
+
+async def _check_folder(
+    filesystem: AsyncFileSystem, path: str, found: Mapping[str, Any], pattern: str
+) -> None:
+    """A folder means all of its files, so they must be one dataset; see `check_one_set`."""
+    shown = redact(path)
+    check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
+    if not found:
+        entries = await filesystem._ls(path, detail=True)
+        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        folder, below = as_folder(path), []
+        async for page in _pages(filesystem, folder):
+            below = [name.removeprefix(folder.partition("://")[2]) for name, _ in page]
+            break  # for a message, the first are enough
+        raise no_match(shown, pattern, names, [name for name in below if "/" in name])
+
+
+async def list_tree(
+    filesystem: AsyncFileSystem,
+    folder: str,
+    is_wanted: Callable[[str], bool],
+    *,
+    with_hidden: bool = False,
+) -> FileTable:
+    """All files below a folder, sorted by path.
+
+    Args:
+        filesystem: of the folder.
+        folder: with its scheme, and a slash at its end.
+        is_wanted: whether a file of this name, without its folder, counts.
+        with_hidden: whether hidden files count too, and files in hidden folders.
+
+    Raises:
+        ShardMissing: there is none.
+        Exception: of the driver.
+    """
+    prefix = folder.partition("://")[2]
+    names: list[bytes] = []
+    sizes: list[int] = []
+    validators: list[bytes] = []
+    pages = aiter(_pages(filesystem, folder))
+    while True:
+        async with asyncio.timeout(LISTING_DEADLINE_S):
+            page = await anext(pages, None)
+        if page is None:
+            break
+        for path, info in page:
+            name = path.removeprefix(prefix)
+            parts = name.split("/")
+            is_hidden = not with_hidden and any(part.startswith(".") for part in parts)
+            if parts[-1] and is_wanted(parts[-1]) and not is_hidden:
+                names.append(encoded_name(name))
+                sizes.append(int(info["size"]))
+                validators.append(Validators.in_info(info).encoded())
+    if not names:
+        raise ShardMissing(f"no file below {redact(folder)} is one of those asked for")
+    if any(before > after for before, after in itertools.pairwise(names)):
+        order = sorted(range(len(names)), key=names.__getitem__)
+        names = [names[number] for number in order]
+        sizes = [sizes[number] for number in order]
+        validators = [validators[number] for number in order]
+    return FileTable(Texts.of(names), np.array(sizes, np.int64), Texts.of(validators))
+
+
+async def stat_names(
+    filesystem: AsyncFileSystem, folder: str, names: Texts, max_at_once: int
+) -> FileTable:
+    """Some files below a folder, in the order of their names.
+
+    Args:
+        filesystem: of the folder.
+        folder: with its scheme, and a slash at its end.
+        names: of the files, relative to the folder.
+        max_at_once: how many may be asked for at once.
+
+    Raises:
+        ShardMissing: one of them is not there; otherwise see `listing_error`.
+    """
+    sizes = np.zeros(len(names), np.int64)
+    validators = [b""] * len(names)
+    if len(names) > _MAX_ASKED and not folder.startswith(WEB_SCHEMES):
+        table = await list_tree(filesystem, folder, lambda _: True, with_hidden=True)
+        rows = {table.names[number]: number for number in range(len(table))}
+        for number in range(len(names)):
+            row = rows.get(names[number])
+            if row is None:
+                raise _missing(names[number].decode())
+            sizes[number] = table.sizes[row]
+            validators[number] = table.validators[row] if table.validators else b""
+        return FileTable(names, sizes, Texts.of(validators))
+    waiting = iter(range(len(names)))
+
+    async def ask() -> None:
+        for number in waiting:
+            name = names[number].decode()
+            try:
+                async with asyncio.timeout(LISTING_DEADLINE_S):
+                    info = await filesystem._info(folder + name)
+            except Exception as error:
+                failure = listing_error(redact(folder + name), error)
+                missing = isinstance(failure, ShardMissing)
+                raise (_missing(name) if missing else failure) from error
+            sizes[number] = int(info["size"])
+            validators[number] = Validators.in_info(info).encoded()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(max_at_once, len(names))):
+            group.create_task(ask())
+    return FileTable(names, sizes, Texts.of(validators))
+
+
+def _missing(name: str) -> ShardMissing:
+    return ShardMissing(
+        f"the manifest names {name}, which does not exist beside it; restore the file, or remove "
+        "its row",
+        {"shard": name},
+    )
+
+
+async def _pages(filesystem: AsyncFileSystem, folder: str) -> AsyncIterator[Entries]:
+    """The files below a folder, a page at a time: each with its path without a scheme."""
+    if hasattr(filesystem, "pages_below"):  # object storages
+        async for page in filesystem.pages_below(folder):
+            yield page
+        return
+    found = await filesystem._find(folder, detail=True)
+    yield [(path.rpartition("://")[2].lstrip("/"), info) for path, info in found.items()]
+
+
+async def look_again(filesystem: AsyncFileSystem, path: str) -> tuple[int, Validators]:
+    """Size and validators of an object as it is now, past the driver's cache.
+
+    Raises:
+        GyreError: see `listing_error`.
+    """
+    try:
+        async with asyncio.timeout(LISTING_DEADLINE_S):
+            if isinstance(filesystem, ThreadedFileSystem):
+                info = await filesystem.look(path)
+            else:
+                filesystem.invalidate_cache(filesystem._parent(path))
+                info = await filesystem._info(path)
+        return int(info["size"]), Validators.in_info(info)
+    except GyreError:
+        raise
+    except Exception as error:
+        raise listing_error(redact(path), error) from error
+
+
+def listing_error(location: str, error: Exception) -> GyreError:
+    """The error for a driver's exception about a location."""
+    response, facts = response_from_error(error), {"location": location}
+    if response.error:
+        return response.error
+    if response.refused:
+        return NotAllowed(f"{location} is refused: {response.refused}", facts)
+    if (known := access_error(location, response, facts)) is not None:
+        return known
+    if isinstance(error, TimeoutError):
+        return StorageUnavailable(
+            f"the storage did not answer for {location} within {LISTING_DEADLINE_S:g} s", facts
+        )
+    return StorageUnavailable(f"the storage failed for {location}: {describe(response)}", facts)
+
+
+def no_driver(scheme: str, error: ImportError) -> ConfigError:
+    """The error for a scheme whose driver is not installed."""
+    if scheme in OBJECT_SCHEMES:
+        return ConfigError(
+            f"{scheme}:// needs {error.name}, which is not installed. "
+            'Run pip install "gyre-ml[objects]".'
+        )
+    return ConfigError(f"no driver for {scheme}:// is installed: {error}")
