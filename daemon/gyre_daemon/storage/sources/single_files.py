@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
@@ -23,7 +23,6 @@ from gyre_daemon.storage.beneath import (
     READ_FLAGS,
     LocalFile,
     NotRegular,
-    OpenBeneath,
     Root,
     file_error,
 )
@@ -85,7 +84,6 @@ class SingleFiles:
             self.shards, workers, metrics, self._read_files, self._read_file, slow
         )
         self._latency = MOUNTS.at(root.folder).latency
-        self._shared_root = _SharedRoot(root)
         self._turn = threading.Lock()
         self._from_page_cache = True  # where the last reads came from
 
@@ -168,7 +166,7 @@ class SingleFiles:
         table, size = self._table, stop - start
         listed = [int(table.sizes[number]), *self._stamps[number].tolist()]
         try:
-            with self._shared_root.held() as open_beneath:
+            with self._root.held() as open_beneath:
                 descriptor = open_beneath(table.names[number], READ_FLAGS)
                 try:
                     began_s = time.perf_counter()
@@ -227,43 +225,6 @@ class SingleFiles:
             "see the system's log",
             {"shard": name},
         )
-
-
-class _SharedRoot:
-    """A root whose folder stays open while any thread reads beneath it.
-
-    It is closed in between, so that it keeps nobody from unmounting.
-    """
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._held = ExitStack()
-        self._open: OpenBeneath
-
-    @contextmanager
-    def held(self) -> Iterator[OpenBeneath]:
-        """A function that opens files, inside the context; see `Root.held`."""
-        with self._lock:
-            if not self._num_users:
-                self._open = self._held.enter_context(self._root.held())
-            self._num_users += 1
-            open_beneath = self._open
-
-        def open_file(name: str | bytes, flags: int) -> int:
-            try:
-                return open_beneath(name, flags)
-            except FileNotFoundError:  # or another folder is at the root's path by now
-                return self._root.open(os.fsdecode(name), flags)
-
-        try:
-            yield open_file
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                if not self._num_users:
-                    self._held.close()
 
 
 def _blocks_from_disk() -> int:
