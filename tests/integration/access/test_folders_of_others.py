@@ -193,7 +193,7 @@ def test_what_a_cache_makes_is_for_its_user_alone(tmp_path: Path) -> None:
         "cache": 0o700,
         "cache/lock": 0o600,
         f"cache/{name}.blocks": 0o600,
-        f"cache/{name}.journal": 0o600,
+        f"cache/{name}.digests": 0o600,
     }
 
 
@@ -201,7 +201,7 @@ def test_what_a_cache_makes_is_for_its_user_alone(tmp_path: Path) -> None:
 def test_a_forged_cache_of_another_user_is_not_served(open_folder: Path) -> None:
     """It was put there while the folder was open to all; its digests are right."""
     name = cache_name(open_folder.parent / "cache")
-    for suffix in (".blocks", ".journal"):
+    for suffix in (".blocks", ".digests"):
         forged = (open_folder.parent / "cache" / (name + suffix)).read_bytes()
         as_other(partial((open_folder / (name + suffix)).write_bytes, forged))
     assert open_disk_cache(open_folder, 1 << 20) is None, "others may still write"

@@ -21,11 +21,10 @@ even a cache that was full of each size in turn stays below the limit.
 
 The folder of the node cache has a mirror of blocks for each dataset, bounded together. A mirror is
 two files. `NAME.blocks` has a place for every block of a dataset, and takes space only for those
-that it holds. `NAME.journal` records each block that was written, with a digest of its bytes, and
-each that was dropped. Nothing is flushed: a killed daemon leaves a block without a record, and a
-crashed machine may leave a record without its block. So the digest is compared before a block is
-first used, and again after another process has written to the file. Within a daemon a mirror is
-open once: two would take each other's holes for their own blocks.
+that it holds. `NAME.digests` has 16 bytes for each: the digest of a block that was written, zeros
+for others. Nothing is flushed: a killed daemon leaves a block without a digest, and a crashed
+machine may leave a digest without its block. So the digest is compared before a block is first
+used. Within a daemon a mirror is open once: two would take each other's holes for their own blocks.
 """
 
 import contextlib
@@ -37,10 +36,8 @@ import itertools
 import logging
 import mmap
 import os
-import struct
 import threading
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -228,23 +225,16 @@ def _power_of_two(num_bytes: int) -> int:
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
-BLOCKS_SUFFIX, JOURNAL_SUFFIX = ".blocks", ".journal"
+BLOCKS_SUFFIX, DIGESTS_SUFFIX = ".blocks", ".digests"
 
-_RECORD = struct.Struct("<Q16s")  # block and digest, followed by a CRC of both
-_CRC = struct.Struct("<I")
-_RECORD_BYTES = _RECORD.size + _CRC.size
 _KEEP_SIZE_AND_PUNCH = 1 | 2
 _DIGEST_BYTES = 16
-_NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that was dropped
-
-# A journal is written again when it has four records for each block and this many more. With fewer,
-# that of a small dataset is rewritten often; with more, loading it takes longer (28 bytes each).
-_SPARE_RECORDS = 1 << 16
+_NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that is not stored
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 _DISK_BLOCK_BYTES = 512  # the unit of st_blocks
 
 
@@ -252,13 +242,14 @@ class _Stored(Struct, eq=False):
     """One write of a block; a second write of the same block is another object."""
 
     digest: bytes
+    is_verified: bool = False
 
 
 class Mirror:
     """The blocks of one dataset on disk. Safe for several threads; every method may wait."""
 
     def __init__(self, path: Path, sizes: Integers, offsets: Integers) -> None:
-        """Open or create the files, and read the journal.
+        """Open or create the files, and read the digests.
 
         Args:
             path: without a suffix; other blocks have another path.
@@ -269,23 +260,20 @@ class Mirror:
             OSError: the folder cannot be written.
         """
         self._sizes, self._offsets = sizes, offsets
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while the files change
         self._stored: dict[int, _Stored] = {}
-        self._verified = np.zeros(len(sizes), np.int64)  # the number of the comparison; 0: none
-        self._comparisons = itertools.count(1)
         self._file = open_ours(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT)
         os.ftruncate(self._file, int(offsets[-1]))
-        self._journal_path = path.with_name(path.name + JOURNAL_SUFFIX)
-        self._max_journal_bytes = _RECORD_BYTES * (4 * len(sizes) + _SPARE_RECORDS)
-        self._load_journal()
+        digests = path.with_name(path.name + DIGESTS_SUFFIX)
+        self._digests = open_ours(digests, os.O_RDWR | os.O_CREAT)
+        self._load()
         self._mapping = mmap.mmap(self._file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._address = address_of(np.frombuffer(self._mapping, np.uint8))
         self._may_gather = is_allowed()
-        self._written_at = os.fstat(self._file).st_mtime_ns
 
     def __del__(self) -> None:
         """Close the files, also if they could not all be opened."""
-        for name in ("_file", "_journal"):
+        for name in ("_file", "_digests"):
             if hasattr(self, name):
                 os.close(getattr(self, name))
 
@@ -305,7 +293,7 @@ class Mirror:
         """
         memory, offset, done = data.data, int(self._offsets[block]), 0
         digest = _digest(memory)
-        with self._own_change():
+        with self._lock:
             try:
                 while done < len(memory):
                     done += os.pwrite(self._file, memory[done:], offset + done)
@@ -313,8 +301,7 @@ class Mirror:
             except OSError:
                 self._punch(block, block + 1)
                 raise
-            self._stored[block] = _Stored(digest)
-            self._verified[block] = next(self._comparisons)
+            self._stored[block] = _Stored(digest, is_verified=True)
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Free the space of blocks.
@@ -322,7 +309,7 @@ class Mirror:
         Raises:
             OSError: the disk fails; the blocks are no longer stored all the same.
         """
-        with self._own_change():
+        with self._lock:
             self._drop([block for block in blocks if block in self._stored])
 
     def copy(self, blocks: Integers, starts: Integers, reads: Reads) -> set[int]:
@@ -336,10 +323,8 @@ class Mirror:
         Returns:
             The damaged blocks. They are dropped, and none of their ranges counts as copied.
         """
-        self._look()
-        touched = np.unique(blocks)
-        damaged = self._unsound(touched[self._verified[touched] == 0])
-        verified = self._verified[touched]
+        touched = {block: self._stored.get(block) for block in np.unique(blocks).tolist()}
+        damaged = {block for block, its in touched.items() if not self._is_sound(block, its)}
         while True:
             sound = ~np.isin(blocks, list(damaged)) if damaged else slice(None)
             failed = self._copy(
@@ -347,18 +332,14 @@ class Mirror:
             )
             if failed is None:
                 break
-            block = int(blocks[sound][failed])
-            damaged[block] = self._stored.get(block)
-        # Another process may have written meanwhile, or another reader has made a hole of damage.
-        self._look()
-        is_same = (self._verified[touched] == verified) & (verified > 0)
-        damaged = {block: self._stored.get(block) for block in touched[~is_same].tolist()} | damaged
+            damaged.add(int(blocks[sound][failed]))
+        # Another reader may have made a hole of damage meanwhile, and a thread have filled it.
+        damaged |= {block for block, its in touched.items() if self._stored.get(block) is not its}
         if damaged:
-            with contextlib.suppress(OSError), self._own_change():
-                # Another thread may have written a block again meanwhile.
-                same = [block for block, its in damaged.items() if self._stored.get(block) is its]
-                self._drop([block for block in same if block in self._stored])
-        return set(damaged)
+            with contextlib.suppress(OSError), self._lock:
+                stored = {block: self._stored.get(block) for block in damaged}
+                self._drop([each for each, its in stored.items() if its and its is touched[each]])
+        return damaged
 
     def _copy(
         self, places: Integers, sizes: Integers, targets: npt.NDArray[np.uint64]
@@ -368,102 +349,40 @@ class Mirror:
             return gather(self._address + places.astype(np.uint64), sizes, targets)
         return read_each(itertools.repeat(self._file), places, sizes, targets)
 
-    def _unsound(self, blocks: Integers) -> "dict[int, _Stored | None]":
-        """Compare blocks with their digests; returns those that differ or are not stored."""
-        unsound: dict[int, _Stored | None] = {}
-        for block in blocks.tolist():
-            stored = self._stored.get(block)
-            if not stored or not self._matches(block, stored.digest):
-                unsound[block] = stored
-                continue
-            with self._lock:
-                # Another thread may have dropped it meanwhile, or compared it, too.
-                if self._stored.get(block) is stored and not self._verified[block]:
-                    self._verified[block] = next(self._comparisons)
-        return unsound
-
-    def _matches(self, block: int, digest: bytes) -> bool:
-        size, offset = int(self._sizes[block]), int(self._offsets[block])
-        try:
-            return digest == _digest(os.pread(self._file, size, offset))
-        except OSError:
+    def _is_sound(self, block: int, stored: _Stored | None) -> bool:
+        """Whether a block is stored; its digest is compared before its first use."""
+        if stored is None:
             return False
-
-    def _look(self) -> None:
-        """Let every block be verified again if another process has written to the file.
-
-        Not while another thread writes: its writes cannot be told from those of another process.
-        """
-        if self._lock.acquire(blocking=False):
-            try:
-                self._look_locked()
-            finally:
-                self._lock.release()
-
-    def _look_locked(self) -> None:
-        written_at = os.fstat(self._file).st_mtime_ns
-        if written_at != self._written_at:
-            self._verified[:] = 0
-            self._written_at = written_at
-
-    @contextlib.contextmanager
-    def _own_change(self) -> Iterator[None]:
-        """This thread changes the file inside the context; its blocks stay verified."""
-        with self._lock:
-            self._look_locked()
-            try:
-                yield
-            finally:
-                self._written_at = os.fstat(self._file).st_mtime_ns
+        if not stored.is_verified:
+            size, offset = int(self._sizes[block]), int(self._offsets[block])
+            with contextlib.suppress(OSError):
+                data = os.pread(self._file, size, offset)
+                stored.is_verified = stored.digest == _digest(data)
+        return stored.is_verified
 
     def _drop(self, blocks: Sequence[int]) -> None:
-        self._verified[list(blocks)] = 0
         for block in blocks:
             del self._stored[block]
         for block in blocks:
             self._punch(block, block + 1)
-        for block in blocks:
             self._record(block, _NO_DIGEST)
 
     def _record(self, block: int, digest: bytes) -> None:
-        """Append a record to the journal, whole or not at all."""
-        record = _encode_record(block, digest)
-        end = os.fstat(self._journal).st_size
-        if end >= self._max_journal_bytes:
-            self._rewrite_journal()
-            end = os.fstat(self._journal).st_size
-        if os.write(self._journal, record) != len(record):
-            os.ftruncate(self._journal, end)
+        """Write a digest; one that is written in part belongs to no block."""
+        if os.pwrite(self._digests, digest, block * _DIGEST_BYTES) != _DIGEST_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _load_journal(self) -> None:
-        """Read the journal, write it again without outdated records, and free all other space."""
-        self._journal = open_ours(self._journal_path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        with os.fdopen(self._journal, "rb", closefd=False) as journal:
-            data = journal.read()
-        for begin in range(0, len(data) - _RECORD_BYTES + 1, _RECORD_BYTES):
-            record = data[begin : begin + _RECORD.size]
-            if _CRC.unpack_from(data, begin + _RECORD.size) == (zlib.crc32(record),):
-                block, digest = _RECORD.unpack(record)
-                self._stored.pop(block, None)
-                if digest != _NO_DIGEST and block < len(self._sizes):
-                    self._stored[block] = _Stored(digest)
-        self._rewrite_journal()
-        borders = [-1, *sorted(self._stored), len(self._sizes)]
+    def _load(self) -> None:
+        """Read the digests, and free all other space."""
+        num_bytes = len(self._sizes) * _DIGEST_BYTES
+        with os.fdopen(self._digests, "rb", closefd=False) as file:
+            data = file.read(num_bytes).ljust(num_bytes, b"\0")
+        digests = np.frombuffer(data, np.uint8).reshape(-1, _DIGEST_BYTES)
+        for block in np.flatnonzero(digests.any(axis=1)).tolist():
+            self._stored[block] = _Stored(digests[block].tobytes())
+        borders = [-1, *self._stored, len(self._sizes)]
         for before, after in itertools.pairwise(borders):
             self._punch(before + 1, after)
-
-    def _rewrite_journal(self) -> None:
-        """Replace the journal by one with the stored blocks alone."""
-        unfinished = self._journal_path.with_name(self._journal_path.name + ".tmp")
-        unfinished.unlink(missing_ok=True)
-        records = (_encode_record(block, its.digest) for block, its in self._stored.items())
-        new = open_ours(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-        with os.fdopen(new, "wb") as file:
-            file.write(b"".join(records))
-            file.flush()
-            unfinished.replace(self._journal_path)
-            os.dup2(new, self._journal, inheritable=False)
 
     def _punch(self, first: int, end: int) -> None:
         """Make a hole of the blocks `[first, end)`: they then take no space."""
@@ -481,11 +400,6 @@ def punch(descriptor: int, offset: int, num_bytes: int) -> None:
     if _fallocate(descriptor, _KEEP_SIZE_AND_PUNCH, offset, num_bytes):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def _encode_record(block: int, digest: bytes) -> bytes:
-    record = _RECORD.pack(block, digest)
-    return record + _CRC.pack(zlib.crc32(record))
 
 
 def _digest(data: bytes | memoryview) -> bytes:
@@ -548,7 +462,7 @@ class DiskCache(Struct):
             name = next(iter(self.unopened), None)
             if name is None:
                 return
-            for suffix in (JOURNAL_SUFFIX, BLOCKS_SUFFIX):
+            for suffix in (DIGESTS_SUFFIX, BLOCKS_SUFFIX):
                 self.folder.joinpath(name + suffix).unlink(missing_ok=True)
             del self.unopened[name]
 
@@ -590,7 +504,7 @@ def _check_holes(folder: Path) -> None:
 
 def _remove_foreign(folder: Path) -> None:
     """Remove files that others could put into the folder: they may be forged."""
-    entries = (*folder.glob("*" + BLOCKS_SUFFIX), *folder.glob("*" + JOURNAL_SUFFIX))
+    entries = (*folder.glob("*" + BLOCKS_SUFFIX), *folder.glob("*" + DIGESTS_SUFFIX))
     foreign = [path for path in entries if path.is_symlink() or not is_ours(path.lstat())]
     for path in foreign:
         path.unlink()
@@ -600,8 +514,8 @@ def _remove_foreign(folder: Path) -> None:
 
 
 def _leftovers(folder: Path) -> dict[str, int]:
-    for unfinished in folder.glob("*.tmp"):
-        unfinished.unlink()
+    for journal in folder.glob("*.journal*"):  # of an earlier version
+        journal.unlink()
     _remove_foreign(folder)
     found = [
         (path.stat(), path.name.removesuffix(BLOCKS_SUFFIX))
