@@ -23,7 +23,7 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, InvalidInput, NotAllowed
-from gyre_daemon.runtime.events import log_event, reopen_audit_file
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.liveness import notify
 from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.sessions.table import SessionTable
@@ -104,7 +104,6 @@ class Reloader:
 
     async def reload(self) -> None:
         """Read the file and apply it; log the result and tell the service manager."""
-        reopen_audit_file()
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         metrics = self._sessions.resources.metrics
         try:

@@ -31,7 +31,7 @@ from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.monitoring.metrics import OTHERS, Census, Metrics, MountGauges
 from gyre_daemon.reload import Reloader
-from gyre_daemon.runtime.events import AuditFile, log_event, native_lines_as_events
+from gyre_daemon.runtime.events import log_event, native_lines_as_events
 from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
 from gyre_daemon.runtime.listen import (
     SocketClaim,
@@ -256,8 +256,6 @@ async def serve(
             if isinstance(address, UnixAddress):
                 listeners.append(UnixListener(address, limits.why_no_connection))
                 cleanup.callback(listeners[-1].close)
-        if config.audit_log:
-            cleanup.callback((await _audit_file(Path(config.audit_log))).close)
         executor = DaemonThreads(config.num_io_threads, "gyre-io")
         daemon = _Daemon(
             config,
@@ -504,20 +502,6 @@ def _http_port(key: str, application: Application) -> "HttpPort":
     from gyre_daemon.monitoring.http_ports import HttpPort  # noqa: PLC0415
 
     return HttpPort(key, application)
-
-
-async def _audit_file(path: Path) -> AuditFile:
-    """See `AuditFile`.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
-    try:
-        return await MOUNTS.answered(path.parent, AuditFile, path)
-    except TimeoutError as error:
-        raise ConfigError(
-            f"audit_log: cannot open {path}: {error.strerror}. Name a file on another mount."
-        ) from error
 
 
 async def _open_disk_cache(config: DaemonConfig) -> DiskCache | None:

@@ -112,7 +112,7 @@ def _reason(error: Exception) -> str:
 
 
 _KEYS = (
-    "index_dir", "cache_dir", "unpack_dir", "report_dir", "audit_log", "tls_certificate", "tls_key",
+    "index_dir", "cache_dir", "unpack_dir", "report_dir", "tls_certificate", "tls_key",
     "tls_client_ca",
 )  # fmt: skip
 _STORAGE_KEYS = (

@@ -214,7 +214,6 @@ class DaemonConfig:
             may reach it: it says only whether the daemon is healthy and ready.
         admin: operators, who may read and see everything, as `access.policy` says; empty for the
             daemon's user and root.
-        audit_log: a file for the log's lines about accesses to data; empty for none.
         tls_certificate: a file with the certificate of `tls:` addresses, and those that lead to its
             root; empty for none.
         tls_key: the file of its private key.
@@ -259,7 +258,6 @@ class DaemonConfig:
     metrics_public: bool = False
     health_listen: str = ""
     admin: tuple[str, ...] = ()
-    audit_log: str = ""
     tls_certificate: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""

