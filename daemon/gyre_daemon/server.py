@@ -31,7 +31,7 @@ from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.monitoring.metrics import OTHERS, Census, Metrics, MountGauges
 from gyre_daemon.reload import Reloader
-from gyre_daemon.runtime.events import log_event, native_lines_as_events
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
 from gyre_daemon.runtime.listen import (
     SocketClaim,
@@ -250,8 +250,6 @@ async def serve(
         limits = Limits(None if private else config.limits)
         listeners = []
         addresses = [parse_address(text) for text in config.listen]
-        if any(isinstance(address, TcpAddress) and address.is_tls for address in addresses):
-            cleanup.enter_context(native_lines_as_events())
         for address in addresses:
             if isinstance(address, UnixAddress):
                 listeners.append(UnixListener(address, limits.why_no_connection))

@@ -307,22 +307,17 @@ def test_a_token_is_not_sent_in_clear(tmp_path: Path, caplog: pytest.LogCaptureF
     assert TOKEN not in caplog.text
 
 
-def test_handshakes_that_fail_are_events_of_the_log_and_cannot_fill_it(
-    mutual: SecureDaemon,
-) -> None:
-    """Every line is JSON, few of many failures are logged, and the daemon ends as it should."""
+def test_handshakes_that_fail_cannot_fill_the_log(mutual: SecureDaemon) -> None:
     host = parse_address(mutual.address).host_and_port
     assert host
     for _ in range(100):
         with socket.create_connection(host, DEADLINE_S) as connection:
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             assert connection.recv(65536) == b""
-    failed = wait_for_event(mutual, "TLS handshake failed", 0)
-    assert "WRONG_VERSION_NUMBER" in str(failed["reason"])
     assert mutual.daemon.stop() == 0
     lines = mutual.daemon.log_path.read_text().splitlines()
     assert [line for line in lines if not line.startswith("{")] == []
-    assert len(lines) < 80
+    assert len(lines) < 20
     assert mutual.daemon.events()[-1]["event"] == "stopped"
 
 
