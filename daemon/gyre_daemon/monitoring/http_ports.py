@@ -1,37 +1,29 @@
 """The HTTP ports of a daemon: metrics for Prometheus at one, two probes at the other.
 
-A thread accepts connections and others answer them, so neither a slow client nor an event loop that
-hangs holds up a request. The figures of metrics belong to the event loop, which hands them over for
-each scrape. Probes look at the event loop from outside; see `runtime/liveness.py`.
+A thread with its own event loop reads requests, and others answer them, so neither a slow client
+nor an event loop of the daemon that hangs holds up a request. The figures of metrics belong to that
+event loop, which hands them over for each scrape. Probes look at it from outside; see
+`runtime/liveness.py`.
 """
 
-import contextlib
-import io
+import asyncio
 import socket
 import threading
-import time
-from socketserver import TCPServer
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler
-
-from prometheus_client.exposition import ThreadingWSGIServer
 
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.listen import TcpAddress
 from gyre_daemon.runtime.liveness import Application
+from gyre_daemon.runtime.threads import DaemonThreads
 
-# Each connection has a thread, so their number bounds the resources that strangers can take. A
-# connection whose request is not there after _TIMEOUT_S is closed, and one that takes no answer for
-# as long: Prometheus itself gives up after ten seconds by default, and a daemon that needs five to
-# answer is in trouble. Where all places are taken, the request expected for longest
-# makes room for the next.
+# Bounds the resources that strangers can take. A connection whose request is not there after
+# _TIMEOUT_S is closed, and one that does not take its answer in this time: Prometheus itself gives
+# up after ten seconds by default, and a daemon that needs five to answer is in trouble. Where all
+# places are taken, the request expected for longest makes room for the next.
 MAX_CONNECTIONS = 16
 _TIMEOUT_S = 5.0
-# Requests have some hundred bytes. Python's server alone would take a hundred lines of 64 KiB.
-_MAX_REQUEST_BYTES = 128 << 10
-# Where `accept` fails, for want of descriptors as a rule, the client still waits in the backlog:
-# without a pause the thread would try again all the time.
-_ACCEPT_PAUSE_S = 1.0
+_MAX_REQUEST_BYTES = 64 << 10  # requests have some hundred bytes
+_STOP_S = 1.0
+_BAD_REQUEST = b"HTTP/1.0 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 
 
 class HttpPort:
@@ -42,13 +34,19 @@ class HttpPort:
 
         Args:
             key: of the configuration, for errors.
-            application: is called in the threads of requests.
+            application: is called in threads.
             timeout_s: how long a request may take to arrive, and the answer to be taken.
         """
         self._key = key
         self._application = application
         self._timeout_s = timeout_s
-        self._server: _Server | None = None
+        self._threads = DaemonThreads(MAX_CONNECTIONS, f"gyre-{key}")
+        self._runner = asyncio.Runner()
+        self._stopping = asyncio.Event()
+        self._serving: threading.Thread | None = None
+        self._num_open = 0
+        # those whose request has not arrived, the oldest first
+        self._reading: dict[asyncio.Task[None] | None, None] = {}
 
     def start(self, address: TcpAddress) -> str:
         """Listen, and return the address with the port that was bound.
@@ -56,156 +54,81 @@ class HttpPort:
         Raises:
             ConfigError: the address cannot be bound.
         """
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
-            server = _Server(address, self._timeout_s)
+            bound = socket.create_server((address.host, address.port), family=family)
         except OSError as error:
             target, reason = address.grpc_target, error.strerror or error
             raise ConfigError(
                 f"{self._key}: cannot listen on {target}: {reason}; is another process using it?"
             ) from error
-        server.set_app(self._application)
-        self._server = server
-        threading.Thread(target=server.accept, name=f"gyre-{self._key}", daemon=True).start()
-        return f"tcp:{address.host}:{server.server_port}"
+        name = f"gyre-{self._key}"
+        self._serving = threading.Thread(target=self._run, args=(bound,), name=name, daemon=True)
+        self._serving.start()
+        return f"tcp:{address.host}:{bound.getsockname()[1]}"
 
     def stop(self) -> None:
-        """Stop listening; requests in progress end with the process."""
-        if self._server:
-            self._server.stop()
-            self._server = None
+        """Stop listening; requests in progress get no answer."""
+        if self._serving:
+            self._runner.get_loop().call_soon_threadsafe(self._stopping.set)
+            self._serving.join(_STOP_S)
+            self._serving = None
 
+    def _run(self, bound: socket.socket) -> None:
+        with self._runner:
+            self._runner.run(self._listen(bound))
 
-class _Server(ThreadingWSGIServer):
-    """A thread per connection, up to `MAX_CONNECTIONS`.
+    async def _listen(self, bound: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)  # the client went away, or was too slow
+        server = await asyncio.start_server(self._serve, sock=bound, limit=_MAX_REQUEST_BYTES)
+        await self._stopping.wait()
+        server.close()
 
-    One more takes the place of the oldest whose request has not arrived, or is closed at once.
-
-    Attributes:
-        timeout_s: how long a request may take to arrive, and the answer to be taken.
-    """
-
-    request_queue_size = MAX_CONNECTIONS
-
-    def __init__(self, address: TcpAddress, timeout_s: float) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self._stopping = threading.Event()
-        self._cannot_accept = False
-        self._lock = threading.Lock()  # guards the two below
-        self._places: set[socket.socket] = set()
-        self._expected: dict[socket.socket, None] = {}  # no whole request yet; the oldest first
-        self.timeout_s = timeout_s
-        handler = type("Handler", (_Handler,), {"timeout": timeout_s})
-        super().__init__((address.host, address.port), handler)
-
-    def server_bind(self) -> None:
-        """Bind without looking up the name of the host, which HTTPServer does."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def accept(self) -> None:
-        """Accept connections until `stop`."""
-        while not self._stopping.is_set():
-            self.handle_request()
-            if self._cannot_accept:
-                self._stopping.wait(_ACCEPT_PAUSE_S)
-        self.server_close()
-
-    def stop(self) -> None:
-        """Listen no more; in any thread."""
-        self._stopping.set()
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # `accept` wakes up
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        self._cannot_accept = False
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_open >= MAX_CONNECTIONS:
+            oldest = next(iter(self._reading), None)
+            if oldest is None:
+                writer.transport.abort()
+                return
+            del self._reading[oldest]
+            oldest.cancel()
+        self._num_open += 1
         try:
-            return super().get_request()
-        except OSError:
-            self._cannot_accept = True
-            raise
-
-    def verify_request(self, request: Any, client_address: object) -> bool:
-        with self._lock:
-            if len(self._places) >= MAX_CONNECTIONS:
-                oldest = next(iter(self._expected), None)
-                if oldest is None:
-                    return False
-                self._drop(oldest)
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
-            self._places.add(request)
-            self._expected[request] = None
-        return True
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no further thread can be started
-            with self._lock:
-                self._drop(request)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
+            request = await self._request(reader)
+            writer.write(await self._threads.run(self._answer, request))
+            async with asyncio.timeout(self._timeout_s):
+                writer.close()
+                await writer.wait_closed()
         finally:
-            with self._lock:
-                self._drop(request)
+            self._num_open -= 1
+            writer.transport.abort()
 
-    def arrived(self, request: socket.socket) -> None:
-        """Let a connection whose request is whole keep its place until it is answered."""
-        with self._lock:
-            self._expected.pop(request, None)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore the error: the client went away or was too slow."""
-
-    def _drop(self, request: socket.socket) -> None:
-        self._places.discard(request)
-        self._expected.pop(request, None)
-
-
-class _Arriving(io.RawIOBase):
-    """The bytes of a request; reading more, or after a deadline, raises TimeoutError."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        self._connection = connection
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-        self._num_left = _MAX_REQUEST_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0 or self._num_left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left_s)
+    async def _request(self, reader: asyncio.StreamReader) -> bytes:
+        """The line and the fields of a request, when all of them have arrived."""
+        task = asyncio.current_task()
+        self._reading[task] = None
         try:
-            num_bytes = self._connection.recv_into(buffer)
-            self._num_left -= num_bytes
-            return num_bytes
+            async with asyncio.timeout(self._timeout_s):
+                return await reader.readuntil(b"\r\n\r\n")
         finally:
-            self._connection.settimeout(self._timeout_s)
+            self._reading.pop(task, None)
 
-
-class _Handler(WSGIRequestHandler):
-    server: _Server
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = io.BufferedReader(_Arriving(self.connection, self.server.timeout_s))
-
-    def parse_request(self) -> bool:
-        is_good = super().parse_request()
-        self.server.arrived(self.connection)
-        return is_good
-
-    def log_message(self, *message: object) -> None:
-        """Requests are not logged."""
-
-    def get_stderr(self) -> io.StringIO:
-        """Nowhere: failures to collect are logged, and slow clients are not."""
-        return io.StringIO()
+    def _answer(self, request: bytes) -> bytes:
+        """Call the application; in any thread."""
+        line, *fields = request.decode("latin-1").split("\r\n")
+        parts = line.split(" ")
+        if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
+            return _BAD_REQUEST
+        path, _, query = parts[1].partition("?")
+        environ = {"REQUEST_METHOD": parts[0], "PATH_INFO": path, "QUERY_STRING": query}
+        for each in fields:
+            name, _, value = each.partition(":")
+            environ["HTTP_" + name.upper().replace("-", "_")] = value.strip()
+        told: list[tuple[str, list[tuple[str, str]]]] = []
+        body = b"".join(self._application(environ, lambda *status: told.append(status)))
+        ((status, headers),) = told
+        if "Content-Length" not in dict(headers):
+            headers = [*headers, ("Content-Length", str(len(body)))]
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        return f"HTTP/1.0 {status}\r\n{head}\r\n".encode("latin-1") + body

