@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 from gyre_daemon.runtime.threads import NO_JOB, Flow
 from gyre_daemon.storage.engine.policies import (
-    Attempt,
     CredentialRefresh,
     Hedges,
     RangeRequest,
@@ -19,10 +18,6 @@ def request(flow: Flow = NO_JOB, urgency: int = 0) -> RangeRequest:
     """Of 2 KiB."""
     wanted = ByteRange(Shard("0.bin", 4096, ""), 0, 2048)
     return RangeRequest(CredentialRefresh(Mock()), "0.bin", wanted, flow, urgency, 0.0)
-
-
-def attempt() -> Attempt:
-    return Attempt(request(), 0.0, 0, is_hedge=False)
 
 
 def test_nothing_is_late_before_enough_is_known() -> None:
@@ -74,35 +69,6 @@ def test_half_of_the_reserve_is_kept_for_what_is_needed_first() -> None:
     hedges = Hedges()
     assert sum(hedges.take(is_needed_first=False) for _ in range(100)) == 8
     assert sum(hedges.take() for _ in range(100)) == 8
-
-
-def test_no_request_is_late_until_61_of_the_64_earliest_are_answered() -> None:
-    hedges, attempts = Hedges(), [attempt() for _ in range(300)]
-    for each in attempts:
-        hedges.begin(each)
-    assert [each.is_early for each in attempts] == [True] * 64 + [False] * 236
-    for number in range(60):
-        hedges.record(2048, 0.001 * number)
-        hedges.end(attempts[number])
-        hedges.record(2048, 0.001)  # one that was sent later
-    assert hedges.late_after_s(2048) is None
-    hedges.record(2048, 0.1)
-    hedges.end(attempts[60])
-    assert hedges.late_after_s(2048) == 0.1
-
-
-def test_early_requests_that_fail_count_as_answered() -> None:
-    hedges, attempts = Hedges(), [attempt() for _ in range(64)]
-    for each in attempts:
-        hedges.begin(each)
-    for each in attempts[:32]:
-        hedges.record(2048, 0.02)
-        hedges.end(each)
-    for each in attempts[32:60]:
-        hedges.end(each)
-    assert hedges.late_after_s(2048) is None
-    hedges.end(attempts[60])
-    assert hedges.late_after_s(2048) == 0.02
 
 
 def test_hedges_go_first_to_what_each_job_needs_first() -> None:

@@ -34,9 +34,6 @@ Dean and Barroso, "The Tail at Scale", 2013. A response is late once 95 of 100 r
 its size have come sooner. Then it is requested a second time, and the first of the two attempts to
 arrive counts. A budget limits hedges to one request in twenty, so that a storage that is slow
 throughout is not asked for everything twice, and prefers the batch that a job needs first.
-
-While many requests are in flight, the responses so far say little: the fast ones come first. So at
-first only the 64 earliest requests count, and a response is late once all but three of them came.
 """
 
 import statistics
@@ -227,7 +224,6 @@ class Attempt:
         sent_at: when.
         of_round: the limit's round when it was sent.
         is_hedge: another attempt was in flight, and late.
-        is_early: one of the first of its size; see [Note: Hedges].
         sent: the request in flight.
     """
 
@@ -235,7 +231,6 @@ class Attempt:
     sent_at: float
     of_round: int
     is_hedge: bool
-    is_early: bool = False
     sent: SentRequest = field(init=False)
 
     @property
@@ -455,7 +450,6 @@ _HEDGE_RESERVE, _KEPT = 16.0, 8.0
 # and how often it is computed again. A lower quantile hedges responses that were about to arrive.
 _QUANTILE = 0.95
 _REMEMBERED, _MIN_KNOWN, _EVERY = 512, 32, 32
-_COHORT = 64  # the earliest requests, see above
 # For one request. Where one response in a hundred takes seconds, both of two are late in every
 # fortieth batch of 256.
 _MAX_HEDGES = 2
@@ -481,7 +475,6 @@ class Hedges:
         size = size_class(request.num_bytes)
         if not request.num_hedges:
             self.earn()
-            attempt.is_early = self._of(size).begin()
         self._in_flight.setdefault(size, OrderedDict())[attempt] = None
 
     def end(self, attempt: Attempt) -> None:
@@ -489,8 +482,6 @@ class Hedges:
         size = size_class(attempt.request.num_bytes)
         if attempts := self._in_flight.get(size):
             attempts.pop(attempt, None)
-        if attempt.is_early:
-            self._of(size).end_early()
 
     def record(self, num_bytes: int, duration_s: float) -> None:
         """A first attempt was answered, or was waited for this long until its hedge was."""
@@ -563,38 +554,14 @@ class _Latencies:
 
     def __init__(self) -> None:
         self.quantile_s: float | None = None
-        self._num_early = 0
-        self._num_early_ended = 0
         self._durations_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._num_to_come = _MIN_KNOWN  # before the quantile is computed again
-
-    def begin(self) -> bool:
-        """A request was sent; returns whether it is an early one."""
-        if self._num_early >= _COHORT:
-            return False
-        self._num_early += 1
-        return True
-
-    def end_early(self) -> None:
-        self._num_early_ended += 1
-        if self.quantile_s is None and self._num_to_come <= 0:
-            self._compute()
 
     def add(self, duration_s: float) -> None:
         self._durations_s.append(duration_s)
         self._num_to_come -= 1
         if self._num_to_come <= 0:
-            self._compute()
-
-    def _compute(self) -> None:
-        if self._num_early_ended < self._num_early * _QUANTILE:
-            return
-        durations_s = sorted(self._durations_s)
-        if self.quantile_s is None and self._num_early:
-            # The slowest response so far is the slowest of all but the late ones.
-            self.quantile_s, self._num_to_come = durations_s[-1], _REMEMBERED
-        else:
-            self.quantile_s = durations_s[int(len(durations_s) * _QUANTILE)]
+            self.quantile_s = sorted(self._durations_s)[int(len(self._durations_s) * _QUANTILE)]
             self._num_to_come = _EVERY
 
 
