@@ -39,7 +39,6 @@ from gyre_daemon.runtime.limits import (
     raise_descriptor_limit,
 )
 from gyre_daemon.runtime.listen import (
-    check_distinct,
     check_metrics,
     check_tls,
     parse_address,
@@ -140,7 +139,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     )
     metrics = parse_http_address("metrics_listen", config.metrics_listen)
     check_metrics(metrics, is_public=config.metrics_public)
-    check_distinct(addresses, [metrics, parse_http_address("health_listen", config.health_listen)])
+    parse_http_address("health_listen", config.health_listen)
     Policy(config)
     check_patterns(config)
     check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))

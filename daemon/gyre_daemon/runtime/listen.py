@@ -5,7 +5,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,36 +140,6 @@ def check_metrics(address: TcpAddress | None, *, is_public: bool) -> None:
         )
 
 
-def check_distinct(
-    addresses: Sequence[UnixAddress | TcpAddress], http: Sequence[TcpAddress | None] = ()
-) -> None:
-    """Refuse addresses of which two are the same, or one has the other's port on all interfaces.
-
-    Args:
-        addresses: where clients are served. Beside a Unix socket lies that of its side channel.
-        http: where metrics and probes are served; None for nowhere.
-
-    Raises:
-        ConfigError: names the first address that comes twice.
-    """
-    taken: set[str] = set()
-    ports: list[TcpAddress] = []
-    for address in (*addresses, *filter(None, http)):
-        if isinstance(address, UnixAddress):
-            folder = os.path.realpath(address.path.parent)
-            places = {f"{folder}/{address.path.name}{end}" for end in ("", ".side", ".lock")}
-            is_taken = bool(taken & places)
-            taken |= places
-        else:
-            is_taken = any(_overlap(address, other) for other in ports)
-            ports.append(address)
-        if is_taken:
-            raise ConfigError(
-                f"the address {address.grpc_target} is given twice, among `listen`, "
-                "`metrics_listen` and `health_listen`; each needs its own"
-            )
-
-
 class SocketClaim:
     """The exclusive right to a Unix socket path, held by a lock on a file next to it.
 
@@ -302,16 +272,6 @@ def _parse_tcp(text: str, rest: str, *, is_tls: bool = False) -> TcpAddress:
     if not host or not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"address {text!r} is none of {_FORMS}")
     return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port), is_tls)
-
-
-def _overlap(one: TcpAddress, other: TcpAddress) -> bool:
-    """Whether two sockets would compete for connections."""
-    if not one.port or one.port != other.port:
-        return False
-    if not (_is_ip_address(one.host) and _is_ip_address(other.host)):
-        return one.host == other.host
-    hosts = ipaddress.ip_address(one.host), ipaddress.ip_address(other.host)
-    return hosts[0] == hosts[1] or any(host.is_unspecified for host in hosts)
 
 
 def _is_ip_address(host: str) -> bool:

@@ -108,15 +108,6 @@ FILES = {
     "a thousand million threads": ("num_io_threads = 1_000_000_000", "expected `int` <= 1024"),
     "a million million requests": ("max_requests = 1_000_000_000_000", "expected `int` <="),
     "a size as a float": ("cache_disk = 1e9", "expected a number of bytes such as 1073741824"),
-    "an address twice": ('listen = ["tcp:[::1]:7000", "tcp:[0::1]:7000"]', "is given twice"),
-    "metrics at an address of clients": (
-        'listen = ["tcp:127.0.0.1:7000"]\nmetrics_listen = "tcp:127.0.0.1:7000"',
-        "is given twice",
-    ),
-    "probes at an address of metrics": (
-        'metrics_listen = "tcp:127.0.0.1:7000"\nhealth_listen = "tcp:0.0.0.0:7000"',
-        "is given twice",
-    ),
     "probes on a Unix socket": ('health_listen = "unix:/tmp/x"', "health"),
     "listen empty": ("listen = []", "listen is empty"),
     "listen of text": ('listen = ["here"]', "listen|address|here"),

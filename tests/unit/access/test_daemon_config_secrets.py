@@ -9,7 +9,6 @@ from gyre_daemon.config import load, parse_dataset, parse_size
 from gyre_daemon.config.load import misspelt_variables
 from gyre_daemon.config.tables import hide, shown
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.listen import check_distinct, parse_address, parse_http_address
 from gyre_daemon.service.requests import to_ad_hoc
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -48,39 +47,6 @@ def test_what_cannot_be(tmp_path: Path, text: str, sentence: str) -> None:
 
 def test_a_fraction_of_a_unit_is_a_size() -> None:
     assert parse_size("1.5KiB") == 1536
-
-
-@pytest.mark.parametrize(
-    ("listen", "metrics"),
-    [
-        (["tcp:127.0.0.1:9000", "tcp:127.0.0.1:9000"], ""),
-        (["tcp:127.0.0.1:9000", "tcp:localhost:9000"], ""),
-        (["tcp:127.0.0.1:9000"], "tcp:127.0.0.1:9000"),
-        (["unix:{0}/a/x.sock", "unix:{0}/a/x.sock"], ""),
-        (["unix:{0}/a/x.sock", "unix:{0}/a/../a/x.sock"], ""),
-        (["unix:{0}/a/x.sock", "unix:{0}/link/x.sock"], ""),
-        (["unix:{0}/a/x.sock", "unix:{0}/a/x.sock.side"], ""),
-        (["unix:{0}/a/x.sock.lock", "unix:{0}/a/x.sock"], ""),
-        (["tcp:127.0.0.1:9", "tls:127.0.0.1:9"], ""),
-        (["tcp:[::1]:9", "tcp:[0:0:0:0:0:0:0:1]:9"], ""),
-        (["tls:0.0.0.0:9", "tcp:127.0.0.1:9"], ""),
-        (["tls:[::]:9"], "tcp:127.0.0.1:9"),
-    ],
-)
-def test_the_same_address_twice(tmp_path: Path, listen: list[str], metrics: str) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to("a")
-    with pytest.raises(ConfigError, match=r"the address .* is given twice"):
-        check_distinct(
-            [parse_address(each.format(tmp_path)) for each in listen],
-            [parse_http_address("metrics_listen", metrics)],
-        )
-
-
-def test_several_addresses(tmp_path: Path) -> None:
-    several = ["tcp:127.0.0.1:0", "tcp:127.0.0.1:0", "tcp:[::1]:9", f"unix:{tmp_path}/x.sock"]
-    several += ["tcp:127.0.0.1:9", f"unix:{tmp_path}/y.sock"]
-    check_distinct([parse_address(each) for each in several])
 
 
 @pytest.mark.parametrize(
