@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,15 +11,12 @@ from msgspec import Struct
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import Format, ListedFormat
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.known_formats import SINGLE_FILES, make_format
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import (
     ConfigError,
     GyreError,
-    ShardMissing,
     StorageUnavailable,
     first_error,
 )
@@ -30,10 +26,9 @@ from gyre_daemon.fetching.records import keep_records
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
-from gyre_daemon.storage.beneath import Root
+from gyre_daemon.storage.beneath import READ_FLAGS, file_error
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.listing import has_files, list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.sources.opener import StorageOpener
@@ -162,7 +157,7 @@ def check_transforms(config: DaemonConfig, *, is_private: bool) -> None:
 
 
 async def missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:
-    """Why local datasets cannot be served, by name; opens nothing.
+    """Why local datasets cannot be served, by name; lists and opens nothing.
 
     A file or folder is missing, may not be read, or is on a mount that hangs.
     """
@@ -173,16 +168,9 @@ async def missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:
         location = parse_location(dataset.uri)
         if location.scheme != "file":
             continue
-        form = make_format(name, dataset) if dataset.format else None
-        look = partial(
-            _look_for,
-            form=form,
-            single=None if form else _single_files(name, dataset),
-            follow_links=dataset.follow_links,
-        )
         try:
             for path in location.paths:
-                await MOUNTS.answered(path, look, path)
+                await MOUNTS.answered(path, _look_for, path)
         except TimeoutError as error:
             missing[name] = StorageUnavailable(f"{error.strerror}. Restore its server.")
         except GyreError as error:
@@ -190,37 +178,15 @@ async def missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:
     return missing
 
 
-def _single_files(name: str, dataset: DatasetConfig) -> ListedFormat | None:
-    """The format of a folder of folders; None where the keys are those of another format."""
+def _look_for(path: str) -> None:
+    """Raise the error of a path that is missing or may not be read; patterns are not tried."""
     try:
-        form = make_format(name, replace(dataset, format=SINGLE_FILES))
-    except ConfigError:
-        return None
-    return form if isinstance(form, ListedFormat) else None
-
-
-def _look_for(
-    path: str,
-    form: Format | ListedFormat | None,
-    single: ListedFormat | None,
-    *,
-    follow_links: bool,
-) -> None:
-    """Raise the errors of listing a local path; single files may be at any depth."""
-    listed = form if isinstance(form, ListedFormat) else None
-    place = listed.manifest_of(path) if listed else None
-    root = Root(Path(place.path if place else path), follow_links)
-    if listed and not place:
-        if not has_files(root, listed.is_wanted):
-            raise ShardMissing(
-                f"no file below {path} has an extension that counts; see `extensions`"
-            )
-        return
-    try:
-        list_files(root.folder, form.pattern if form else "*", follow_links=follow_links)
-    except ShardMissing:  # without a format, a folder of folders may hold single files
-        if not single or not root.folder.is_dir() or not has_files(root, single.is_wanted):
-            raise
+        os.close(os.open(path, READ_FLAGS))
+    except FileNotFoundError as error:
+        if not any(letter in path for letter in "*?["):
+            raise file_error(path, error) from error
+    except OSError as error:
+        raise file_error(path, error) from error
 
 
 async def open_datasets(

@@ -354,15 +354,6 @@ def list_folder(root: Root, is_wanted: Callable[[str], bool]) -> FileTable:
     return found.table()
 
 
-def has_files(root: Root, is_wanted: Callable[[str], bool]) -> bool:
-    """Whether `list_folder` would find a file; looks no further than the first one.
-
-    Raises:
-        NotAllowed, InvalidRequest, ShardMissing, StorageUnavailable: see `list_folder`.
-    """
-    return any(True for _ in _files(root, is_wanted, _Found()))
-
-
 def stat_files(root: Root, names: Texts) -> FileTable:
     """Some files below a folder, in the order of their names, which are relative to it.
 

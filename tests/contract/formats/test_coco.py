@@ -1,6 +1,5 @@
 """Files of annotations of COCO: what they may say, and their images through a real daemon."""
 
-import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ import pytest
 from gyre_client import Loader, objects
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import NotAllowed, ShardMissing
-from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.dataset_parts import missing_datasets
+from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import ManifestFormat
 from gyre_daemon.datasets.known_formats import make_format
@@ -207,18 +205,6 @@ def test_wrong_options_are_refused(options: dict[str, Any], reason: str) -> None
     assert len(coco().read_manifest("a.json", marked).names) == NUM_IMAGES
     with pytest.raises(ConfigError, match="`annotations` is missing"):
         make_format("set", DatasetConfig("/data", "coco", {}))
-
-
-def test_annotations_that_are_absent_are_told_before_a_job_comes(tmp_path: Path) -> None:
-    place = LocalPlace(tmp_path)
-    place.put("a.json", b"{}")
-    tables = {
-        name: DatasetConfig(str(tmp_path), "coco", {"annotations": f"{name}.json"}) for name in "ab"
-    }
-    missing = asyncio.run(missing_datasets(DaemonConfig(datasets=tables)))
-    ((name, error),) = missing.items()
-    assert name == "b"
-    assert re.search(r"no shard at .*/b\.json", str(error))
 
 
 def test_what_lies_outside_of_the_folder_is_not_read(gyred: StartDaemon, tmp_path: Path) -> None:
