@@ -162,70 +162,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class DaemonConfig:
-    """How a daemon runs.
-
-    Attributes:
-        listen: addresses, `unix:PATH`, `tcp:HOST:PORT` or `tls:HOST:PORT`.
-        memory_budget: bytes that the batch buffers of all sessions may take together; a fourth of
-            the memory of the machine or the control group, unless it is given.
-        session_memory: bytes that the batch buffers of one session may take; a session gets more
-            only where three batches need it.
-        prefetch_batches: batches in flight or ready ahead of each trainer that does not ask for a
-            number; 0 derives the number from the size of the batches.
-        lease_s: a session ends when its client has been silent for longer than this.
-        drain_timeout_s: after SIGTERM, how long batches in flight may take to finish.
-        num_io_threads: threads that read local files and decode.
-        mount_threads: threads that read the files of a slow mount, such as NFS, Lustre or FUSE, for
-            each such mount.
-        num_copy_workers: processes that copy local samples into arenas, at most one per core; with
-            0 the kernel copies.
-        num_transform_workers: processes that transform samples; 0 for one per core.
-        transform_deadline_s: how long one of them may take for a few samples, or for one.
-        installed_transforms: names of transforms of other packages that jobs may use; each is an
-            entry point of the group `gyre.transforms`.
-        max_requests: the most requests in flight to one object storage; the daemon finds out how
-            many of these the storage handles well.
-        read_deadline_s: a read from object storage or a slow mount fails after this time, retries
-            included.
-        hedge: whether a late request to object storage is sent a second time.
-        hub_requests_per_s: requests to the Hugging Face Hub, in the long run, of all datasets and
-            jobs together; a minute's worth may be sent at once.
-        archives: whether datasets may be members of archives, `zip://MEMBERS::URL`, whose
-            directories the daemon reads by itself; a private daemon always allows it.
-        index_dir: where the indexes of shards are kept; empty for next to local shards where that
-            folder is writable.
-        cache_memory: bytes of blocks from object storage and slow mounts kept in memory, on top of
-            memory_budget; 0 for no cache.
-        cache_dir: a folder for blocks that outlive the daemon; empty for none. Only one daemon at a
-            time can use it.
-        cache_disk: bytes of blocks in that folder.
-        unpack_dir: where compressed shards are unpacked; empty for a folder among the indexes.
-        unpack_disk: bytes of unpacked shards in that folder.
-        report_dir: where the reports of corrupt samples are written; empty for a folder among the
-            indexes.
-        log_level: debug, info, warning or error.
-        log_format: text, json, or auto: text on a terminal and JSON elsewhere.
-        metrics_listen: where Prometheus scrapes metrics, `tcp:HOST:PORT`; empty for nowhere.
-        metrics_names: whether metrics tell jobs apart by name: `all`, `none`, or `auto`, which is
-            `all` until a dataset has an `allow` or jobs of a second user have run.
-        metrics_public: whether metrics_listen may be open to other hosts, which then learn the
-            names of jobs and of their datasets.
-        health_listen: where probes are answered, `tcp:HOST:PORT`; empty for nowhere. Other hosts
-            may reach it: it says only whether the daemon is healthy and ready.
-        admin: operators, who may read and see everything, as `access.policy` says; empty for the
-            daemon's user and root.
-        tls_certificate: a file with the certificate of `tls:` addresses, and those that lead to its
-            root; empty for none.
-        tls_key: the file of its private key.
-        tls_client_ca: a file with the roots of clients' certificates; where it is given, clients on
-            `tls:` addresses need one.
-        tokens: files with tokens of callers over TCP, by the name that a token stands for.
-        datasets: by name; mixtures too.
-        job_weights: a job's share of reading and decoding, 1 where no pattern matches. A pattern of
-            the job's name weighs it among the jobs of its user; a pattern `USER/JOB` weighs it
-            against other users too.
-        limits: on the memory, sessions and calls of one user.
-    """
+    """How a daemon runs: the keys of its file, which docs/deploy.md explains."""
 
     listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
     memory_budget: Size = field(default_factory=lambda: Size(default_memory_budget()))
