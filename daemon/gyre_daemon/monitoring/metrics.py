@@ -135,17 +135,7 @@ _KEPT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class WindowTimes:
-    """Integrals over time since a session's start; they never fall.
-
-    Attributes:
-        ready_batch_s: of the number of ready batches, in batch-seconds.
-        size_batch_s: of the window's size, in batch-seconds; `ready_batch_s / size_batch_s` is the
-            mean occupancy, in [0, 1].
-        wait_storage_s: seconds with credit and no next batch, since storage had not answered.
-        wait_trainer_s: seconds with a next batch that was ready and no credit.
-        wait_processor_s: seconds with credit and no next batch, since no processor had copied or
-            decoded it.
-    """
+    """Integrals over time since a session's start; they never fall."""
 
     ready_batch_s: float = counter(
         "gyre_job_window_ready_batch_seconds",
@@ -273,15 +263,7 @@ OTHERS = JobKey("", "_others")  # all jobs without separate counters
 
 @dataclass(frozen=True, slots=True)
 class SessionTotals:
-    """Totals of a session; the sum of two is that of both.
-
-    Attributes:
-        num_batches: how many were sent.
-        num_bytes: payload of those batches.
-        times: of the prefetch window.
-        trainer_waited_s: how long the trainer had no batch to go on with, as the client reports.
-        num_substitutes: samples that were sent in place of corrupt ones.
-    """
+    """Totals of a session; the sum of two is that of both."""
 
     num_batches: int = counter("gyre_job_batches_sent", "Batches sent to the trainers of a job.")
     num_bytes: int = counter(
@@ -304,15 +286,7 @@ class SessionTotals:
 
 @dataclass(frozen=True, slots=True)
 class SessionGauges:
-    """Present state of a session; the sum of two is that of both.
-
-    Attributes:
-        num_ready: batches ready but not sent.
-        num_held: batches that trainers were sent and have not released.
-        window_batches: size of the prefetch window.
-        memory_bytes: held by batches.
-        memory_limit_bytes: reserved for batches.
-    """
+    """Present state of a session; the sum of two is that of both."""
 
     num_ready: int = gauge("gyre_job_window_ready_batches", "Ready batches that were not sent.")
     num_held: int = gauge(
@@ -502,22 +476,7 @@ _CACHE_HELD = "Bytes of the blocks that the cache holds."
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Reads and blocks of the node cache.
-
-    Attributes:
-        num_hits: reads whose block was there.
-        num_misses: reads whose block was not there.
-        num_joined: reads whose block was being fetched for another read.
-        num_past: reads that bypassed the cache, among them misses that got no room for a block.
-        num_blocks_fetched: blocks fetched from storage.
-        num_bytes_fetched: bytes of those blocks.
-        num_evicted: blocks that were dropped to make room.
-        num_corrupt: blocks on disk that were damaged, and were fetched again.
-        memory_bytes: size of the blocks in memory now, in whole pages.
-        disk_bytes: size of the blocks on disk now.
-        num_disk_failures: files of `cache_dir` that could not be written or removed.
-        is_disk_failing: whether nothing is written for that reason, or for want of the folder.
-    """
+    """Reads and blocks of the node cache."""
 
     num_hits: int = counter("gyre_cache_reads", _CACHE_READS, found="there")
     num_misses: int = counter("gyre_cache_reads", _CACHE_READS, found="nothing")
@@ -541,13 +500,7 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class TransformCounts:
-    """The work of worker processes on samples.
-
-    Attributes:
-        num_samples: samples that were transformed.
-        cpu_s: processor time of that.
-        num_replaced: processes that died or hung, and were replaced.
-    """
+    """The work of worker processes on samples."""
 
     num_samples: int = counter("gyre_samples_transformed", "Samples that were transformed.")
     cpu_s: float = counter("gyre_transform_cpu_seconds", "Processor time of transforms.")
@@ -559,12 +512,7 @@ class TransformCounts:
 
 @dataclass(slots=True)
 class MountGauges:
-    """A mount that was used in the last half minute.
-
-    Attributes:
-        hangs_for_s: how long its oldest call has not been answered; 0 if it does not hang.
-        read_s: how long one of the last reads took, in the median; 0 until some are measured.
-    """
+    """A mount that was used in the last half minute."""
 
     hangs_for_s: float = gauge(
         "gyre_mount_hangs_seconds", "How long a mount has not answered; 0 if it does."
