@@ -4,11 +4,12 @@ Prometheus' library is imported with the first reader of them.
 """
 
 import asyncio
+import gzip
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,17 +17,12 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from gyre_daemon.monitoring.metrics import Census, readings
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.liveness import (
-    BOUNDS_S,
-    Application,
-    Environment,
-    LoopLag,
-    StartResponse,
-)
+from gyre_daemon.runtime.liveness import BOUNDS_S, Answer, Application, LoopLag
 
 _Family = CounterMetricFamily | GaugeMetricFamily
 _KINDS: Mapping[str, type[_Family]] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
@@ -97,18 +93,18 @@ def new_registry(take_census: Callable[[], Census]) -> CollectorRegistry:
 
 
 def metrics_application(registry: CollectorRegistry) -> Application:
-    """prometheus-client's application, with a line in the log where it would print a traceback."""
-    application: Application = make_wsgi_app(registry)
+    """Answers every path with the metrics, in the form that the scraper accepts."""
 
-    def logged(environ: Environment, start_response: StartResponse) -> Iterable[bytes]:
+    def answer(_: str, fields: Mapping[str, str]) -> Answer:
         try:
-            return application(environ, start_response)
+            encode, content_type = choose_encoder(fields.get("accept", ""))
+            body = encode(registry)
         except Exception as error:
             log_event("scrape failed", {"error": repr(error)}, logging.ERROR)
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            start_response(
-                f"{status.value} {status.phrase}", [("Content-Type", "text/plain; charset=utf-8")]
-            )
-            return [b"the metrics could not be collected; see the daemon's log\n"]
+            text = b"the metrics could not be collected; see the daemon's log\n"
+            return Answer(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+        if "gzip" in fields.get("accept-encoding", ""):
+            return Answer(HTTPStatus.OK, gzip.compress(body), content_type, "gzip")
+        return Answer(HTTPStatus.OK, body, content_type)
 
-    return logged
+    return answer

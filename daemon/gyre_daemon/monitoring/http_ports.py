@@ -9,10 +9,12 @@ event loop, which hands them over for each scrape. Probes look at it from outsid
 import asyncio
 import socket
 import threading
+from functools import partial
+from http import HTTPStatus
 
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.listen import TcpAddress
-from gyre_daemon.runtime.liveness import Application
+from gyre_daemon.runtime.liveness import Answer, Application
 from gyre_daemon.runtime.threads import DaemonThreads
 
 # Bounds the resources that strangers can take. A connection whose request is not there after
@@ -23,11 +25,10 @@ MAX_CONNECTIONS = 16
 _TIMEOUT_S = 5.0
 _MAX_REQUEST_BYTES = 64 << 10  # requests have some hundred bytes
 _STOP_S = 1.0
-_BAD_REQUEST = b"HTTP/1.0 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 
 
 class HttpPort:
-    """Serves one WSGI application."""
+    """Serves one application."""
 
     def __init__(self, key: str, application: Application, timeout_s: float = _TIMEOUT_S) -> None:
         """Nothing listens yet.
@@ -41,7 +42,7 @@ class HttpPort:
         self._application = application
         self._timeout_s = timeout_s
         self._threads = DaemonThreads(MAX_CONNECTIONS, f"gyre-{key}")
-        self._runner = asyncio.Runner()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._serving: threading.Thread | None = None
         self._num_open = 0
@@ -62,21 +63,22 @@ class HttpPort:
             raise ConfigError(
                 f"{self._key}: cannot listen on {target}: {reason}; is another process using it?"
             ) from error
-        name = f"gyre-{self._key}"
-        self._serving = threading.Thread(target=self._run, args=(bound,), name=name, daemon=True)
+        self._loop, name = asyncio.new_event_loop(), f"gyre-{self._key}"
+        work = partial(self._run, self._loop, bound)
+        self._serving = threading.Thread(target=work, name=name, daemon=True)
         self._serving.start()
         return f"tcp:{address.host}:{bound.getsockname()[1]}"
 
     def stop(self) -> None:
         """Stop listening; requests in progress get no answer."""
-        if self._serving:
-            self._runner.get_loop().call_soon_threadsafe(self._stopping.set)
+        if self._serving and self._loop:
+            self._loop.call_soon_threadsafe(self._stopping.set)
             self._serving.join(_STOP_S)
             self._serving = None
 
-    def _run(self, bound: socket.socket) -> None:
-        with self._runner:
-            self._runner.run(self._listen(bound))
+    def _run(self, loop: asyncio.AbstractEventLoop, bound: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._listen(bound))
 
     async def _listen(self, bound: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -116,19 +118,22 @@ class HttpPort:
 
     def _answer(self, request: bytes) -> bytes:
         """Call the application; in any thread."""
-        line, *fields = request.decode("latin-1").split("\r\n")
-        parts = line.split(" ")
-        if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
-            return _BAD_REQUEST
-        path, _, query = parts[1].partition("?")
-        environ = {"REQUEST_METHOD": parts[0], "PATH_INFO": path, "QUERY_STRING": query}
-        for each in fields:
-            name, _, value = each.partition(":")
-            environ["HTTP_" + name.upper().replace("-", "_")] = value.strip()
-        told: list[tuple[str, list[tuple[str, str]]]] = []
-        body = b"".join(self._application(environ, lambda *status: told.append(status)))
-        ((status, headers),) = told
-        if "Content-Length" not in dict(headers):
-            headers = [*headers, ("Content-Length", str(len(body)))]
-        head = "".join(f"{name}: {value}\r\n" for name, value in headers)
-        return f"HTTP/1.0 {status}\r\n{head}\r\n".encode("latin-1") + body
+        line, *rest = request.decode("latin-1").split("\r\n")
+        method, _, target = line.partition(" ")
+        target, _, version = target.partition(" ")
+        if not version.startswith("HTTP/1."):
+            answer = Answer(HTTPStatus.BAD_REQUEST, b"no request of HTTP/1\n")
+        elif method not in ("GET", "HEAD"):
+            answer = Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"only GET and HEAD\n")
+        else:
+            pairs = (each.partition(":") for each in rest)
+            fields = {name.lower(): value.strip() for name, _, value in pairs}
+            answer = self._application(target.partition("?")[0], fields)
+        status, body, content_type, encoding = answer
+        head = (
+            f"HTTP/1.0 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+            f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\n"
+        )
+        if encoding:
+            head += f"Content-Encoding: {encoding}\r\n"
+        return f"{head}\r\n".encode("latin-1") + (b"" if method == "HEAD" else body)

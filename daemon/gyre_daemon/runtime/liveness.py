@@ -8,10 +8,10 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _INTERVAL_S = 0.25  # shorter intervals find shorter delays and wake an idle daemon more often
@@ -19,9 +19,18 @@ _INTERVAL_S = 0.25  # shorter intervals find shorter delays and wake an idle dae
 # probes in ten seconds each then wait as long as WatchdogSec of the systemd unit.
 _HANGS_AFTER_S = 10.0
 
-Environment = dict[str, Any]
-StartResponse = Callable[[str, list[tuple[str, str]]], object]
-Application = Callable[[Environment, StartResponse], Iterable[bytes]]
+
+class Answer(NamedTuple):
+    """What an HTTP port answers."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    content_encoding: str = ""
+
+
+# Takes a path, and the fields of the request's header by name in lower case; in any thread.
+Application = Callable[[str, Mapping[str, str]], Answer]
 
 
 class LoopLag:
@@ -79,28 +88,20 @@ class Probes:
         self.loop_lag = loop_lag
         self.why_not_ready = "starting"
 
-    def answer(self, environ: Environment, start_response: StartResponse) -> Iterable[bytes]:
-        """The WSGI application; in any thread."""
+    def answer(self, path: str, _: Mapping[str, str]) -> Answer:
+        """The `Application`."""
         hung = "the event loop hangs" if self.loop_lag.late_s > _HANGS_AFTER_S else ""
         problems = {
             "/-/healthy": ("healthy", hung),
             "/-/ready": ("ready", hung or self.why_not_ready),
         }
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
-        if method not in ("GET", "HEAD"):
-            status, text = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD"
-            headers.append(("Allow", "GET, HEAD"))
-        elif path not in problems:
-            status, text = HTTPStatus.NOT_FOUND, "only /-/healthy and /-/ready"
-        else:
-            word, problem = problems[path]
-            status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
-            text = f"not {word}: {problem}" if problem else word
-        body = f"{text}\n".encode()
-        headers.append(("Content-Length", str(len(body))))
-        start_response(f"{status.value} {status.phrase}", headers)
-        return [] if method == "HEAD" else [body]
+        if path not in problems:
+            return Answer(HTTPStatus.NOT_FOUND, b"only /-/healthy and /-/ready\n")
+        word, problem = problems[path]
+        if problem:
+            text = f"not {word}: {problem}\n"
+            return Answer(HTTPStatus.SERVICE_UNAVAILABLE, text.encode())
+        return Answer(HTTPStatus.OK, f"{word}\n".encode())
 
 
 def notify(state: str) -> None:
