@@ -10,7 +10,6 @@ import argparse
 import socket
 import sys
 import time
-from pathlib import Path
 
 from gyre_protos.text import printable
 
@@ -30,10 +29,8 @@ _SERVING = b"\x08\x01"  # a HealthCheckResponse
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Define the arguments of the command."""
-    text = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
+    text = "unix:PATH or tcp:HOST:PORT; for a daemon on tls: alone, see `health_listen`"
     command.add_argument("--address", required=True, metavar="ADDRESS", help=text)
-    text = "with tls: the roots of the daemon's certificate, instead of the public ones"
-    command.add_argument("--ca", type=Path, metavar="FILE", help=text)
 
 
 def main(arguments: list[str]) -> int:
@@ -55,11 +52,13 @@ def run(parsed: argparse.Namespace) -> int:
         0 if the daemon serves.
 
     Raises:
-        ConfigError: the address is none, or the file of roots cannot be used.
+        ConfigError: the address is none, or one of `tls:`.
     """
     address = parse_address(parsed.address)
+    if isinstance(address, TcpAddress) and address.is_tls:
+        raise ConfigError("gyred health asks no tls: address; set `health_listen`, and ask that")
     try:
-        with _Call(address, parsed.ca) as call:
+        with _Call(address) as call:
             is_serving = call.answer() == _SERVING
     except OSError as error:
         reason = f"no answer in {_DEADLINE_S:g} s" if isinstance(error, TimeoutError) else error
@@ -73,27 +72,23 @@ def run(parsed: argparse.Namespace) -> int:
 class _Call:
     """One call on a connection; everything ends by one deadline."""
 
-    def __init__(self, address: UnixAddress | TcpAddress, roots: Path | None) -> None:
+    def __init__(self, address: UnixAddress | TcpAddress) -> None:
         """Connect, and send the call.
 
         Raises:
-            ConfigError: the file has no certificates.
             OSError: no server takes it.
         """
         self._deadline = time.monotonic() + _DEADLINE_S
         self._connection = _connection_to(address)
-        is_tls = isinstance(address, TcpAddress) and address.is_tls
         fields = [
             b"\x83",  # :method POST
-            b"\x87" if is_tls else b"\x86",  # :scheme
+            b"\x86",  # :scheme http
             b"\x04" + _text(_PATH),
             b"\x01" + _text(b"localhost"),  # :authority
             b"\x0f\x10" + _text(b"application/grpc"),  # content-type
             b"\x00" + _text(b"te") + _text(b"trailers"),
         ]
         try:
-            if isinstance(address, TcpAddress) and is_tls:
-                self._connection = _encrypted(self._connection, address.host, roots)
             self._connection.sendall(
                 _PREFACE
                 + _frame(_SETTINGS, 0, 0)
@@ -159,21 +154,6 @@ def _connection_to(address: UnixAddress | TcpAddress) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def _encrypted(connection: socket.socket, host: str, roots: Path | None) -> socket.socket:
-    # a fourth of the command's time, and seldom needed
-    import ssl  # noqa: PLC0415
-
-    from gyre_daemon.runtime.certificates import read_file  # noqa: PLC0415
-
-    text = read_file(roots, "--ca", is_secret=False).decode("latin-1") if roots else None
-    try:
-        context = ssl.create_default_context(cadata=text)
-    except ssl.SSLError as error:
-        raise ConfigError(f"--ca: {roots} has no certificates in PEM: {error.reason}") from error
-    context.set_alpn_protocols(["h2"])
-    return context.wrap_socket(connection, server_hostname=host)
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

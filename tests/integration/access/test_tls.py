@@ -279,22 +279,6 @@ def test_roots_of_clients_that_change_count_without_a_restart(
         next(loader)
 
 
-def test_health_is_told_without_a_token(secure: SecureDaemon) -> None:
-    command = [sys.executable, "-m", "gyre_daemon", "health", "--address", secure.address]
-    command += ["--ca", str(secure.authority.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert (done.returncode, done.stdout) == (0, "serving\n")
-    for roots, status, line in (
-        ([], 1, "certificate verify failed"),
-        (["--ca", __file__], 2, "has no certificates"),
-    ):
-        done = subprocess.run(
-            [*command[:-2], *roots], capture_output=True, text=True, check=False, timeout=240
-        )
-        assert done.returncode == status
-        assert line in done.stderr
-
-
 def test_a_token_is_not_sent_in_clear(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     token = write_secret(tmp_path / "token", TOKEN)
     with (
