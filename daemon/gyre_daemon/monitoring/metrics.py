@@ -453,21 +453,12 @@ class RequestLabels(NamedTuple):
 
 @dataclass(slots=True)
 class RequestCount:
-    """Requests of one kind and outcome.
-
-    Attributes:
-        num_requests: how many were sent.
-        num_bytes: how many bytes they brought.
-        first_byte_s: sum of the times to the first byte, where they were measured.
-        body_s: sum of the times from the first byte to the last, where they were measured.
-    """
+    """Requests of one kind and outcome."""
 
     num_requests: int = counter(
         "gyre_storage_requests", "Requests to storage that were answered or failed."
     )
     num_bytes: int = counter("gyre_storage_read_bytes", "Bytes that requests to storage brought.")
-    first_byte_s: float = 0.0
-    body_s: float = 0.0
 
 
 _CACHE_READS = "Reads from object storage, by the part that the node cache had."
@@ -560,16 +551,9 @@ class Metrics:
         """Add a call or a stream that ended with this error."""
         self.errors[type(error).__name__] += 1
 
-    def requests(self, labels: RequestLabels) -> RequestCount:
-        """The count of one kind and outcome, for the caller to add to."""
-        count = self.storage.get(labels)
-        if count is None:
-            count = self.storage[labels] = RequestCount()
-        return count
-
     def count_requests(self, labels: RequestLabels, num_requests: int, num_bytes: int) -> None:
         """Add requests of one kind and outcome."""
-        count = self.requests(labels)
+        count = self.storage.setdefault(labels, RequestCount())
         count.num_requests += num_requests
         count.num_bytes += num_bytes
 

@@ -22,12 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.monitoring.metrics import (
-    Metrics,
-    Outcome,
-    RequestCount,
-    RequestLabels,
-)
+from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.threads import Claims, FairQueue, Flow
 from gyre_daemon.storage.engine.policies import (
@@ -180,7 +175,6 @@ class Endpoint:
         self._scheme = scheme
         self._options = options
         self._metrics = metrics
-        self._counts: dict[Outcome, RequestCount] = {}
         self._live: dict[RangeRequest, None] = {}
         self.admission = AdmissionQueue(self._has_room, self._left_s, self._stalled)
         self._hedges = Hedges()
@@ -329,11 +323,9 @@ class Endpoint:
         is_listed = response.etag and response.etag == listed.etag  # as `classify` has seen
         request.ended_at, request.told = now, listed if is_listed else Validators.of(response)
         self._end(request, "hedged")
-        count = self._count("ok", request.num_bytes)
-        count.first_byte_s += first_byte_s
+        self._count("ok", request.num_bytes)
         self.num_answered += 1
         self.first_byte_s += first_byte_s
-        count.body_s += now - first_byte_at
         self._finish(request, response.data, None)
 
     def _record_latency(self, attempt: Attempt, now: float) -> None:
@@ -443,11 +435,5 @@ class Endpoint:
         self.queue.release()
         self.admission.look_again()
 
-    def _count(self, outcome: Outcome, num_bytes: int) -> RequestCount:
-        count = self._counts.get(outcome)
-        if count is None:
-            labels = RequestLabels(self._scheme, "read", outcome)
-            count = self._counts[outcome] = self._metrics.requests(labels)
-        count.num_requests += 1
-        count.num_bytes += num_bytes
-        return count
+    def _count(self, outcome: Outcome, num_bytes: int) -> None:
+        self._metrics.count_requests(RequestLabels(self._scheme, "read", outcome), 1, num_bytes)
