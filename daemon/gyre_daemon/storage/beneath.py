@@ -2,9 +2,10 @@
 
 Other users may write into a shared data folder, and a link of theirs could lead to a file that only
 the daemon may read. A link that stays beneath the root is followed. The kernel checks that while it
-opens the file (`openat2`, Linux 5.6), so nobody can exchange a folder for a link in between. Where
-the kernel cannot, or has refused, the path is walked folder by folder with the same rules; that
-also follows absolute links that lead back below the root, and finds the link to name in an error.
+opens the file (`openat2`, Linux 5.6). Where it cannot, or has refused, the file is found without
+opening it (`O_PATH`), the kernel says where it lies (`/proc/self/fd`), and the same file is opened;
+that also follows absolute links that lead back beneath the root. Either way no folder can be
+exchanged for a link in between.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import functools
 import os
 import stat
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,10 +32,9 @@ _NO_MAGIC_LINKS, _BENEATH = 0x02, 0x08
 _HOW = struct.Struct("QQQ")  # flags, mode, resolve
 # ELOOP is also the answer to a magic link, and EAGAIN to a rename meanwhile. Some sandboxes answer
 # EPERM to calls that they do not know.
-_WALK_AFTER = frozenset(
+_LOOK_AFTER = frozenset(
     (errno.EXDEV, errno.ELOOP, errno.EAGAIN, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 )
-_MAX_LINKS = 40  # as the kernel's
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would wait for its writer.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -46,17 +45,15 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
 
 class LeavesRoot(PermissionError):
-    """A link leads out of a dataset's root.
+    """A link, or a `..`, leads out of a dataset's root.
 
     Attributes:
-        link: the path of the link.
-        target: where it leads, as it is written in the link; empty for a `..` of the path itself.
         root: the folder that must not be left.
     """
 
-    def __init__(self, link: str, target: str, root: Path) -> None:
+    def __init__(self, root: Path) -> None:
         super().__init__(errno.EXDEV, os.strerror(errno.EXDEV))
-        self.link, self.target, self.root = link, target, root
+        self.root = root
 
 
 class NotRegular(PermissionError):
@@ -74,13 +71,10 @@ def file_error(name: str, error: OSError) -> GyreError:
             f"shard {name} does not exist; restore it or correct the dataset's URI", facts
         )
     if isinstance(error, LeavesRoot):
-        leads = f"the link {error.link} leads to {error.target}, which is"
-        if not error.target:
-            leads = f"{error.link} is"
         return NotAllowed(
-            f"shard {name} is refused: {leads} outside of the dataset's folder {error.root}; if "
+            f"shard {name} is refused: a link leads out of the dataset's folder {error.root}; if "
             "that is meant, set follow_links = true for the dataset",
-            facts | {"link": error.link, "target": error.target, "root": error.root},
+            facts | {"root": error.root},
         )
     if isinstance(error, NotRegular):
         return NotAllowed(
@@ -139,10 +133,12 @@ class Root(Struct, frozen=True):
             if descriptor >= 0:
                 return descriptor
             number = ctypes.get_errno()
-            if number not in _WALK_AFTER:
+            if number not in _LOOK_AFTER:
                 raise OSError(number, os.strerror(number), str(self.folder / os.fsdecode(name)))
-        with contextlib.closing(_Walk(root, self.folder)) as walk:
-            return walk.open(os.fsdecode(name), flags)
+        with _closing(os.open(name or ".", os.O_PATH | os.O_CLOEXEC, dir_fd=root)) as found:
+            if not _lies_beneath(found, root):
+                raise LeavesRoot(self.folder)
+            return os.open(f"/proc/self/fd/{found}", flags)
 
     def stat(self, name: str) -> os.stat_result:
         """The file at a relative path, not opened for reading.
@@ -271,72 +267,31 @@ def _openat2(root: int, name: str | bytes, flags: int) -> int:
     return descriptor
 
 
-class _Walk:
-    """The way to a file beneath a root, folder by folder, with the links on it."""
+def _lies_beneath(found: int, root: int) -> bool:
+    """Whether an open file is a folder, or lies in it.
 
-    def __init__(self, root: int, folder: Path) -> None:
-        """Begin at the root.
-
-        Args:
-            root: its descriptor, which stays open.
-            folder: its path.
-        """
-        self._folder = folder
-        self._open = [root]  # each in the one before
-        self._names: list[str] = []  # of all but the root
-        self._num_links, self._link, self._target = 0, "", ""  # the last link
-
-    def close(self) -> None:
-        """Close all folders but the root."""
-        while len(self._open) > 1:
-            self._leave()
-
-    def open(self, name: str, flags: int) -> int:
-        """Open a relative path; see `Root.open`."""
-        self._link = str(self._folder / name)
-        missing = _parts(name)
-        while missing:
-            part = missing.popleft()
-            if part == "..":
-                if not self._names:
-                    raise LeavesRoot(self._link, self._target, self._folder)
-                self._leave()
-                continue
-            found = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open[-1])
-            mode = os.fstat(found).st_mode
-            if stat.S_ISLNK(mode):
-                with _closing(found):
-                    missing.extendleft(reversed(self._follow(part, found)))
-            elif missing:
-                self._open.append(found)
-                self._names.append(part)
-            else:
-                os.close(found)
-                return os.open(part, flags | os.O_NOFOLLOW, dir_fd=self._open[-1])
-        return os.open(".", flags, dir_fd=self._open[-1])
-
-    def _leave(self) -> None:
-        self._names.pop()
-        os.close(self._open.pop())
-
-    def _follow(self, name: str, link: int) -> deque[str]:
-        """The steps that a link in the present folder stands for."""
-        self._link = str(self._folder.joinpath(*self._names, name))
-        self._target = os.readlink("", dir_fd=link)
-        self._num_links += 1
-        if self._num_links > _MAX_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), self._link)
-        if not self._target.startswith("/"):
-            return _parts(self._target)
-        self.close()
-        for root in (str(self._folder), os.path.realpath(self._folder)):
-            if f"{self._target}/".startswith(root.rstrip("/") + "/"):
-                return _parts(self._target[len(root) :])
-        raise LeavesRoot(self._link, self._target, self._folder)
+    `/proc/PID/root` leads to files of other mount namespaces, whose owners choose their paths.
+    """
+    if not _path_of(found).is_relative_to(_path_of(root)):
+        return False
+    mount = _mount_of(found)
+    return mount == _mount_of(root) or mount in _own_mounts()
 
 
-def _parts(path: str) -> deque[str]:
-    return deque(part for part in path.split("/") if part not in ("", "."))
+def _path_of(descriptor: int) -> Path:
+    """The path of an open file, behind all links."""
+    return Path(f"/proc/self/fd/{descriptor}").readlink()
+
+
+def _mount_of(descriptor: int) -> str:
+    """The number of the mount of an open file; no two namespaces have the same one."""
+    fields = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()
+    return fields[fields.index("mnt_id:") + 1]
+
+
+def _own_mounts() -> set[str]:
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    return {line.split(maxsplit=1)[0].decode() for line in lines}
 
 
 @contextlib.contextmanager

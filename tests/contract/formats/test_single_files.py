@@ -202,7 +202,7 @@ def test_odd_entries_are_left_out_and_links_lead_nowhere_else(
     (data / "a/loop").unlink()
     (tmp_path / "secret").write_bytes(b"secret")
     (data / "d.bin").symlink_to("../secret")
-    with pytest.raises(NotAllowed, match=r"leads to \.\./secret, which is outside"):
+    with pytest.raises(NotAllowed, match=r"shard d\.bin .* a link leads out of"):
         names()
     assert names(follow_links=True) == b"a/x.binb.bind.bin"
 

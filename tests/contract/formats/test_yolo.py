@@ -303,7 +303,7 @@ def test_images_and_their_boxes_are_served(
         "empty": (ShardMissing, "lists no files"),
         "nowhere": (ShardMissing, r"nowhere\.yaml"),
         "folder": (InvalidRequest, "two is 2 files; name the one"),
-        "link": (NotAllowed, r"link .* leads to .*outside\.yaml"),
+        "link": (NotAllowed, "a link leads out of"),
     }
     for name, (error, reason) in errors.items():
         with pytest.raises(error, match=reason):

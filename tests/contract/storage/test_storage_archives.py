@@ -117,7 +117,7 @@ def test_an_archive_is_opened_by_the_rules_of_its_own_location(tmp_path: Path, o
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "x.zip").symlink_to(secret)
-    with pytest.raises(NotAllowed, match="outside of the dataset's folder"):
+    with pytest.raises(NotAllowed, match="out of the dataset's folder"):
         run(opener(f"zip://x::file://{shared}/x.zip", {}))
     with pytest.raises(NotAllowed, match="neither a regular file"):
         run(opener("zip://x::/dev/zero", {}))
