@@ -1,7 +1,9 @@
 """Opens datasets, for a daemon and for `gyred check-config`, which looks for their files first."""
 
 import asyncio
+import errno
 import os
+import stat
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from gyre_daemon.fetching.records import keep_records
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
-from gyre_daemon.storage.beneath import READ_FLAGS, file_error
+from gyre_daemon.storage.beneath import NotRegular, file_error
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
@@ -181,7 +183,11 @@ async def missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:
 def _look_for(path: str) -> None:
     """Raise the error of a path that is missing or may not be read; patterns are not tried."""
     try:
-        os.close(os.open(path, READ_FLAGS))
+        mode = Path(path).stat().st_mode  # opening a device may do something
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise NotRegular
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except FileNotFoundError as error:
         if not any(letter in path for letter in "*?["):
             raise file_error(path, error) from error

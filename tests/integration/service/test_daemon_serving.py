@@ -254,14 +254,17 @@ def test_check_config_warns_of_missing_files(
 ) -> None:
     there = tokens_dataset(token_files)
     missing = {**there, "uri": f"{token_files}/{{a,zz}}.bin"}
-    path = config_of(
-        tmp_path, there=there, missing=missing, remote={**there, "uri": "s3://bucket/x"}
-    )
+    os.mkfifo(tmp_path / "pipe.bin")
+    pipe, remote = ({**there, "uri": uri} for uri in (f"{tmp_path}/pipe.bin", "s3://bucket/x"))
+    path = config_of(tmp_path, there=there, missing=missing, pipe=pipe, remote=remote)
     checked = gyred_command("check-config", "--config", str(path))
     assert checked.returncode == 0, "the other datasets can be served"
-    (warning,) = checked.stderr.splitlines()
-    assert "warning: dataset `missing` cannot be served now: shard " in warning
-    assert "zz.bin does not exist" in warning
+    warnings = sorted(checked.stderr.splitlines())
+    assert len(warnings) == 2
+    assert "warning: dataset `missing` cannot be served now: shard " in warnings[0]
+    assert "zz.bin does not exist" in warnings[0]
+    assert "warning: dataset `pipe` cannot be served now: " in warnings[1]
+    assert "pipe.bin is no regular file" in warnings[1]
 
 
 def test_check_config_opens_what_must_be_unpacked_replaced_measured_or_kept(
