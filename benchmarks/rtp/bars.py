@@ -11,7 +11,7 @@ from gyre_trainer.accounting.counters import CATEGORIES
 from matplotlib import pyplot as plt
 
 # in the order of the categories
-_COLOURS = ("#1f4e8c", "#c0562f", "#7a5195", "#d9a441", "#9db8d9", "#5b7f4a")
+_COLOURS = ("#1f4e8c", "#c0562f", "#7a5195", "#d9a441", "#9db8d9")
 
 
 def draw(rows: Sequence[Mapping[str, int | str]], title: str, path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     assert live[Category.PARAMETERS] == own + identities
     num_tensors = len(list(plain(settings.model).parameters()))
     assert live[Category.OPTIMIZER] == 2 * own + 4 * num_tensors
-    assert live[Category.GRADIENTS] == live[Category.LOGITS] == 0
+    assert live[Category.GRADIENTS] == 0
     num_rows, width = MODEL["vocab_size"], MODEL["dim"]
     num_tokens = 32 * 16 // num_ranks
     share = (num_ranks - 1) / num_ranks
@@ -97,12 +97,6 @@ def test_the_phases_stand_in_the_timeline_and_the_peak_is_made_of_its_categories
     ]
     assert marks == ["step", "forward", "backward", "forward", "backward", "clip", "update"]
     assert sum(timeline.peak().values()) == timeline.peak_bytes == timeline.live.sum(axis=1).max()
-    all_logits, rotated = 4 * 8 * 16 * MODEL["vocab_size"], strategy is Strategy.GYRE
-    parts = 2  # of the batch, one after the other
-    assert max(timeline.live[:, -1]) >= all_logits / parts / (4 if rotated else 1)
-    # one slice's at a time, beside the gradient of the rank's own slice, which takes no hop
-    own_gradient = MODEL["vocab_size"] // 4 * MODEL["dim"] * 4
-    assert not rotated or max(timeline.live[:, -1]) < 0.4 * all_logits / parts + own_gradient
 
 
 def test_recomputation_leaves_less_alive_and_sends_the_same() -> None:
@@ -172,7 +166,7 @@ def test_bfloat16_halves_the_residual_stream_too() -> None:
         sections = {
             "run": {"out": "nowhere", "steps": 9},
             "data": {"dataset": "none", "batch_size": 4, "sequence_length": 512},
-            "model": MODEL | {"max_seq_len": 512, "norm": "layer"},
+            "model": MODEL | {"max_seq_len": 512, "norm": "layer", "vocab_size": 32},
             "precision": {"compute_dtype": dtype},
             "memory": {"recompute": "block"},
         }
@@ -203,4 +197,4 @@ def test_activations_of_a_million_tokens_are_counted() -> None:
         settings = build(TrainConfig, {"run": run, "data": data, "model": {"config": model}}, "")
         return dry_run(settings, Strategy.DDP, 2).timeline.peak()[Category.ACTIVATIONS]
 
-    assert 1 <= activations(2**20) / (16 * activations(2**16)) < 1.2
+    assert 0.9 < activations(2**20) / (16 * activations(2**16)) < 1.2  # with chunks of logits

@@ -133,13 +133,13 @@ def test_an_unlabelled_storage_has_the_category_of_its_time(live: Counters) -> N
     before = kib(1)
     with live.during(Category.OPTIMIZER):
         state = kib(2)
-        with live.during(Category.LOGITS):
-            logits = kib(4)
+        with live.during(Category.COMMUNICATION):
+            buffer = kib(4)
         rest = kib(8)
     assert live.timeline().at(-1) == dict.fromkeys(CATEGORIES, 0) | {
         Category.ACTIVATIONS: before.nbytes,
         Category.OPTIMIZER: state.nbytes + rest.nbytes,
-        Category.LOGITS: logits.nbytes,
+        Category.COMMUNICATION: buffer.nbytes,
     }
 
 

@@ -45,7 +45,6 @@ class Category(StrEnum):
     OPTIMIZER = "optimizer"
     COMMUNICATION = "communication"
     ACTIVATIONS = "activations"
-    LOGITS = "logits"
 
 
 CATEGORIES = tuple(Category)

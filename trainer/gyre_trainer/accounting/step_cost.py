@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from multiprocessing import get_context
@@ -45,7 +45,7 @@ from gyre_trainer.torch_internals import (
     TorchDispatchMode,
     unset_fake_temporarily,
 )
-from gyre_trainer.training.build import blocks_of, encode_frozen, features_of, plain
+from gyre_trainer.training.build import blocks_of, encode_frozen, plain
 from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPTConfig
@@ -100,7 +100,7 @@ def measure_step(
     """
     counters = Counters()
     observer = _Observer(model, counters)
-    with counters, observer.hooks(), warnings.catch_warnings():
+    with counters, warnings.catch_warnings():
         # FSDP2 warns that writing to an output in place would be wrong; this model does not.
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
@@ -125,7 +125,6 @@ class _Observer:
     def __init__(self, model: nn.Module, live: Counters) -> None:
         self._model = model
         self._live = live
-        self._logits = ExitStack()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -137,26 +136,9 @@ class _Observer:
             return
         yield
         if name == "backward":
-            self._logits.close()
             self._live.label(
                 Category.GRADIENTS, (parameter.grad for parameter in self._model.parameters())
             )
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """A context: allocations of the head and the loss are logits."""
-        hook = features_of(self._model).register_forward_hook(self._begin_logits)
-        yield
-        hook.remove()
-
-    def _begin_logits(self, norm: nn.Module, args: Any, output: Any) -> None:
-        features = output if isinstance(output, Tensor) else output[0]
-        self._logits.enter_context(self._live.during(Category.LOGITS))
-        if features.requires_grad:  # not where the head alone is trained
-            features.register_hook(self._end_logits)
-
-    def _end_logits(self, grad: Tensor) -> None:
-        self._logits.close()
 
 
 _aten = torch.ops.aten

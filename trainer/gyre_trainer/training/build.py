@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,15 +61,6 @@ def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """The model's blocks, or layers."""
     return list(model.blocks if isinstance(model, GPT) else layers_of(model))
-
-
-def features_of(model: nn.Module) -> nn.Module:
-    """The module whose output the head takes."""
-    if isinstance(model, GPT):
-        return model.norm
-    library: Any = model
-    features: nn.Module = library.base_model
-    return features
 
 
 def rotated(config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
