@@ -105,7 +105,7 @@ def test_layers_that_differ_are_not_alike() -> None:
     assert kinds_of(config({"config": LLAMA})) == (0, 6)
     assert kinds_of(config({"config": mixed})) == (1, 5)
     mixed["mlp_only_layers"] = [0, 2, 4]
-    assert kinds_of(config({"config": mixed})) == (0, 0)
+    assert kinds_of(config({"config": mixed})) == (5, 1)
 
 
 def test_a_model_whose_shapes_depend_on_unknown_values_is_refused(

@@ -49,7 +49,6 @@ from gyre_trainer.training.build import blocks_of, encode_frozen, plain
 from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPTConfig
-from gyre_trainer.training.library import library_config
 from gyre_trainer.training.step import Stepper
 
 STEP = "step"
@@ -80,12 +79,7 @@ class StepCost:
         return self.timeline.peak_bytes
 
 
-def measure_step(
-    model: nn.Module,
-    config: TrainConfig,
-    examples: Examples,
-    num_warm_up_tokens: int = 16,
-) -> StepCost:
+def measure_step(model: nn.Module, config: TrainConfig, examples: Examples) -> StepCost:
     """Take two steps on the same examples and measure the second. The model is trained by them.
 
     The first step allocates the optimizer's states and learns the order of modules in backward.
@@ -95,8 +89,6 @@ def measure_step(
         model: distributed over the ranks of the default process group, which all do the same.
         config: its optimizer section decides about a step.
         examples: this rank's examples.
-        num_warm_up_tokens: of each example that the first step takes. Its lasting
-            allocations do not depend on more, where all parameters are used.
     """
     counters = Counters()
     observer = _Observer(model, counters)
@@ -107,7 +99,7 @@ def measure_step(
         )
         counters.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
-        stepper.take(examples.shortened(num_warm_up_tokens), 0)
+        stepper.take(examples, 0)
         counters.mark(STEP)
         counters.sent_bytes = counters.operations = counters.num_operators = 0
         stepper.take(examples, 1)
@@ -250,9 +242,6 @@ def _even_choices(chosen: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
         return choices.view(*rows, num_choices).movedim(-1, dim).contiguous()
 
 
-_FEW_TOKENS = 16
-
-
 def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
     """The cost of one step for rank 0, which has the largest slices.
 
@@ -274,9 +263,7 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
         examples = stand_in(config, config.data.batch_size // num_ranks, seed=0)
         model = fake_model(config, strategy, mesh)
         try:
-            cost = measure_step(
-                model, config, examples, num_warm_up_tokens=_num_warm_up_tokens(config)
-            )
+            cost = measure_step(model, config, examples)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"what a step of {type(model).__name__} costs depends on the tokens' values, such "
@@ -301,15 +288,6 @@ def fake_model(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh) -> nn.
         encode_frozen(model, config, mesh)
         add_fake_adapters(model, config, device)
     return model
-
-
-def _num_warm_up_tokens(config: TrainConfig) -> int:
-    """Few, so that a plan takes little time; all where experts could be left without tokens."""
-    if isinstance(config.model, GPTConfig):
-        return _FEW_TOKENS
-    keys = library_config(config.model).to_dict()
-    has_experts = any("expert" in key for key in keys)
-    return config.data.sequence_length if has_experts else _FEW_TOKENS
 
 
 @contextmanager
@@ -358,9 +336,6 @@ def _begin(parent: int) -> None:
 # follow: from two and three layers, its peak came out up to 1.3 % too small or 8 % too large.
 _MORE = 3
 _MORE_OF = {Strategy.FSDP2_LAYER: 4}
-# Leading layers of another kind, such as the dense ones before those with experts, are measured
-# with the others. With more of them that would save little.
-_MAX_LEADING = 4
 _PHASES = (STEP, "forward", "backward", "clip", "update")
 
 
@@ -400,7 +375,7 @@ def _depths(
     num_leading, num_alike = kinds
     deepest = num_leading + _MORE_OF.get(strategy, _MORE)
     missing = num_leading + num_alike - deepest
-    if not num_alike or missing <= 0:
+    if missing <= 0:
         return [config], 0
     return [_with_layers(config, depth) for depth in (deepest, deepest - 1)], missing
 
@@ -427,19 +402,13 @@ def _deeper(costs: Sequence[StepCost], num_layers: int) -> StepCost:
 
 
 def layer_kinds(model: nn.Module) -> tuple[int, int]:
-    """The number of leading layers of another kind, and of the layers that are alike after them.
-
-    The second is 0 where the last layers are not alike, or too many are of another kind.
-    """
+    """The number of leading layers of another kind, and of the layers that are alike after them."""
     kinds = [
         (type(block), tuple((name, each.shape) for name, each in block.named_parameters()))
         for block in blocks_of(model)
     ]
     num_alike = len(list(takewhile(lambda kind: kind == kinds[-1], reversed(kinds))))
-    num_leading = len(kinds) - num_alike
-    if num_leading and (num_leading > _MAX_LEADING or num_alike <= num_leading):
-        return 0, 0
-    return num_leading, num_alike
+    return len(kinds) - num_alike, num_alike
 
 
 def _with_layers(config: TrainConfig, num_layers: int) -> TrainConfig:
