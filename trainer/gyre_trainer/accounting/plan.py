@@ -94,17 +94,12 @@ def _cut_dims(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def mib(num_bytes: int) -> str:
-    """The number in MiB, with about four digits."""
-    value = num_bytes / 2**20
-    num_decimals = next(
-        (num for num, least in enumerate((1000, 100, 1)) if value >= least), 4 if num_bytes else 0
-    )
-    return f"{value:,.{num_decimals}f}"
+    """The number in MiB."""
+    return f"{num_bytes / 2**20:,.{2 if num_bytes >= 2**20 else 4}f}"
 
 
 # Large enough for a matrix product's full rate, and for a copy that no cache holds.
 _MATRIX_DIM, _COPY_BYTES, _TRIAL_S = 1024, 2**26, 0.05
-_MEASURED = ("operations_per_s", "bytes_per_s", "operator_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +112,6 @@ class Rates:
         bytes_per_s_between: bytes that a host sends to another one; None for one host.
         ranks_per_host: ranks that share a host and its link.
         operator_s: seconds of the host to start an operator.
-        measured: names of those that were measured here.
     """
 
     operations_per_s: float = 0.0
@@ -125,7 +119,6 @@ class Rates:
     bytes_per_s_between: float | None = None
     ranks_per_host: int = 8
     operator_s: float = 0.0
-    measured: tuple[str, ...] = ()
 
     def completed(self, dtype: torch.dtype, num_ranks: int) -> "Rates":
         """The same with missing rates measured on this machine's device.
@@ -149,31 +142,19 @@ class Rates:
             or 2 * _MATRIX_DIM**3 / _seconds("x @ x", x=matrix),
             # a copy in memory is a hop between ranks of one host
             bytes_per_s=self.bytes_per_s or _COPY_BYTES / _seconds("x[1].copy_(x[0])", x=copied),
-            operator_s=self.operator_s or _seconds("x.add_(1)", x=small),
-            measured=tuple(name for name in _MEASURED if not getattr(self, name)),
+            operator_s=_seconds("x.add_(1)", x=small),
         )
 
     def described(self) -> str:
-        """The rates and their sources, for the end of a table."""
+        """The rates, for the end of a table."""
         lines = [
-            f"{self.operations_per_s:.2e} operations/s of a rank"
-            + self._source("operations_per_s", "a matrix product"),
-            f"{self.bytes_per_s:.2e} bytes/s inside a host"
-            + self._source("bytes_per_s", "a copy in memory"),
+            f"{self.operations_per_s:.2e} operations/s of a rank",
+            f"{self.bytes_per_s:.2e} bytes/s inside a host",
+            f"{self.operator_s * 1e6:.1f} us of the host for an addition; a real step takes more",
         ]
         if self.bytes_per_s_between is not None:
-            lines.append(
-                f"{self.bytes_per_s_between:.2e} bytes/s between hosts of {self.ranks_per_host} "
-                "ranks, by one link a host (given)"
-            )
-        lines.append(
-            f"{self.operator_s * 1e6:.1f} us of the host for an operator"
-            + self._source("operator_s", "an addition; a real step takes more")
-        )
+            lines.append(f"{self.bytes_per_s_between:.2e} bytes/s of the link between hosts")
         return "\n".join(lines)
-
-    def _source(self, rate: str, how: str) -> str:
-        return f" (measured here: {how})" if rate in self.measured else " (given)"
 
     def of_ring(self, num_ranks: int) -> float:
         """Bytes per second of a ring of ranks; it crosses the link of each host once."""
