@@ -40,8 +40,6 @@ ModelConfig = GPTConfig | LibraryConfig
 Section = TypeVar("Section")
 DType = Literal["float32", "bfloat16"]
 
-# No tensor of a step may have more elements: its size in bytes would not fit into 64 bits.
-_MAX_NUMEL = 2**58
 # Keys whose values may be secrets, so that no message repeats them.
 _SECRET = ("data.options",)
 
@@ -259,33 +257,17 @@ class TrainConfig:
                 compute_dtype="bfloat16" if on_cuda or self.run.device == "cuda" else "float32",
             )
             object.__setattr__(self, "precision", precision)
-        if self.optimizer.warmup_steps > self.run.steps:
-            raise ConfigError(
-                f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "
-                f"but the run has {counted(self.run.steps, 'step')}"
-            )
         if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` and `optimizer.decay_steps` are "
                 f"{self.optimizer.warmup_steps} and {self.optimizer.decay_steps}, "
                 f"but the run has {counted(self.run.steps, 'step')}"
             )
-        if isinstance(self.model, GPTConfig):
-            self._require_bounded(self.model)
-
-    def _require_bounded(self, model: GPTConfig) -> None:
-        if self.data.sequence_length > model.max_seq_len:
+        length, model = self.data.sequence_length, self.model
+        if isinstance(model, GPTConfig) and length > model.max_seq_len:
             raise ConfigError(
-                f"`data.sequence_length` is {self.data.sequence_length}, "
-                f"but `model.max_seq_len` is {model.max_seq_len}"
-            )
-        num_tokens = self.data.batch_size * self.data.sequence_length
-        width = max(model.dim, model.hidden_dim, model.vocab_size)
-        num_scores = num_tokens * self.data.sequence_length * model.num_heads
-        if max(num_tokens * width, num_scores) > _MAX_NUMEL:
-            raise ConfigError(
-                f"`data.batch_size` times `data.sequence_length` is {num_tokens} tokens, whose "
-                "activations no memory holds. Make one of them, or the model, smaller."
+                f"`data.sequence_length` is {length}, but `model.max_seq_len` is "
+                f"{model.max_seq_len}"
             )
 
     def require_divisible(self, world_size: int, batch_key: str = "`data.batch_size`") -> None:

@@ -19,8 +19,6 @@ from gyre_trainer.training.config_file import AtLeast1, NumLayers, RotaryBase
 from gyre_trainer.training.losses import weighted_cross_entropy
 
 _INIT_STD = 0.02
-# Far more than any model has; torch cannot count the bytes of much larger ones.
-_MAX_PARAMETERS = 2**50
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +66,6 @@ class GPTConfig:
             raise ConfigError(
                 f"`model.num_kv_heads` is {self.num_kv_heads}; "
                 f"it must divide `model.num_heads`, {self.num_heads}"
-            )
-        num_parameters = self.dim * (
-            2 * self.vocab_size + self.num_layers * (4 * self.dim + 3 * self.hidden_dim)
-        )
-        if num_parameters > _MAX_PARAMETERS:
-            raise ConfigError(
-                f"`model` has about {num_parameters:.1e} parameters; "
-                "make `dim`, `hidden_dim`, `vocab_size` or `num_layers` smaller"
             )
 
 
