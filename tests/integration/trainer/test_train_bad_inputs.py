@@ -282,9 +282,10 @@ def test_nproc_in_one_rank_of_a_launcher(refused: Refused, monkeypatch: pytest.M
 
 def test_a_file_in_the_way_of_outputs(refused: Refused, tmp_path: Path) -> None:
     here = str(tmp_path / "train.toml")
-    assert f"{here} is a file" in refused("--set", f"run.out={here}")
-    assert f"{here} is a file" in refused("--set", f"run.out={here}/run/a")
-    assert f"{here} is a file" in refused("--out", here, command="trace")
+    assert f"`run.out` is {here}: File exists" in refused("--set", f"run.out={here}")
+    inside = f"{here}/run/a"
+    assert f"`run.out` is {inside}: Not a directory" in refused("--set", f"run.out={inside}")
+    assert f"`--out` is {here}: File exists" in refused("--out", here, command="trace")
 
 
 def started(*arguments: str, stdout: int | None = None) -> "subprocess.Popen[str]":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.boards import require_installed
 from gyre_trainer.training.config import TrainConfig, load, of_model
-from gyre_trainer.training.config_file import require_writable
+from gyre_trainer.training.config_file import make_folder
 
 if TYPE_CHECKING:
     from gyre_trainer.training.export import Export
@@ -22,11 +22,11 @@ LATEST = "latest"
 
 
 def prepare_run(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Check, before any rank starts, what a run writes, reads and needs."""
-    require_writable(Path(config.run.out), "run.out")
+    """Check, before any rank starts, what a run reads and needs, and make its folder."""
     require_installed(config.boards)
     _require_beginning(options)
     _checkpoint(config, options)
+    make_folder(Path(config.run.out), "run.out")
 
 
 def _require_beginning(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import shtab
 from gyre_trainer import __version__
 from gyre_trainer.commands import actions
 from gyre_trainer.training.config import load
-from gyre_trainer.training.config_file import require_writable
+from gyre_trainer.training.config_file import make_folder
 
 # Of ranks, and of steps of a trace: more would keep a machine busy for ever.
 _MAX_COUNT = 65_536
@@ -110,7 +110,7 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
     traces.set_defaults(
         be_rank=actions.trace,
         imports="gyre_trainer.training.train",
-        prepare=lambda _, options: require_writable(options.out, "--out"),
+        prepare=lambda _, options: make_folder(options.out, "--out"),
     )
 
 
@@ -155,7 +155,7 @@ def _add_export(exports: argparse.ArgumentParser) -> None:
         be_rank=actions.export,
         imports="gyre_trainer.training.export",
         read=actions.read_export,
-        prepare=lambda _, options: require_writable(options.out, "DIR"),
+        prepare=lambda _, options: make_folder(options.out, "DIR"),
     )
 
 

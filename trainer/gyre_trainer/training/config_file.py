@@ -102,29 +102,18 @@ def _parse_value(name: str, text: str) -> Any:
         ) from error
 
 
-def require_writable(folder: Path, key: str) -> None:
-    """Check that ``folder`` is a folder that this process may write to, or can be made as one.
-
-    Nothing is made.
-
-    Args:
-        folder: where files will be written.
-        key: the configuration key or flag that names it, for the message.
+def make_folder(folder: Path, key: str) -> None:
+    """Make the folder that a configuration key or a flag names, unless it is there.
 
     Raises:
-        ConfigError: it is no folder, or may not be written to.
+        ConfigError: it cannot be made, or may not be written to.
     """
     try:
-        existing = next(each for each in (folder, *folder.absolute().parents) if _exists(each))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`{key}` is {str(folder)!r}: {_reason(error)}") from error
-    if not existing.is_dir():
-        raise ConfigError(f"`{key}` is {folder}, but {existing} is a file; choose another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"`{key}` is {folder}, but {existing} cannot be written to; "
-            "choose another folder, or change its permissions"
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`{key}` is {folder}: {error.strerror}; choose another folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"`{key}` is {folder}, which cannot be written to; choose another folder")
 
 
 def require_regular(path: Path) -> None:
@@ -143,18 +132,3 @@ def require_regular(path: Path) -> None:
             f"{path} is no regular file but a folder, a pipe, a socket or a device; remove it, "
             "or choose another `run.out`"
         )
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is something under this name, a dangling link too."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError:  # a file is in the way further up
-        return False
-    return True
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -16,12 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from gyre_trainer.comm.identity import name_modules, span
 from gyre_trainer.comm.ring import Hop, collective
-from gyre_trainer.errors import CheckpointRejected, ConfigError, Diverged
+from gyre_trainer.errors import CheckpointRejected, Diverged
 from gyre_trainer.layers.quantized import num_weights
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import collator_of, stand_in
 from gyre_trainer.training.config import TrainConfig, learning_rate
+from gyre_trainer.training.config_file import make_folder
 from gyre_trainer.training.evaluation import loss_on_first
 from gyre_trainer.training.history import StepStats, StepTimes
 from gyre_trainer.training.rank_context import (
@@ -248,10 +249,5 @@ def trace(config: TrainConfig, out: Path, num_steps: int) -> None:
             for step in range(_NUM_WARM_UP_STEPS, _NUM_WARM_UP_STEPS + num_steps):
                 with span(f"step {step}"):
                     stepper.take(examples, step)
-        path = out / f"rank-{context.rank}.json"
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            path.touch()  # torch itself would not say why it cannot write
-        except OSError as error:
-            raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from error
-        profiler.export_chrome_trace(str(path))
+        make_folder(out, "--out")
+        profiler.export_chrome_trace(str(out / f"rank-{context.rank}.json"))
