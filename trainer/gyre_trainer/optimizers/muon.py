@@ -1,9 +1,9 @@
 """Muon on the shards of a rotated model: each matrix is orthogonalised once, on one rank.
 
 Muon's update is the running mean of a matrix's gradients, made orthogonal, and that needs the
-matrix whole. The ranks share the matrices by the work that they take. In each round every rank gets
-one matrix: an all-to-all brings it the other ranks' shards, and after its computation another one
-brings every rank its shard of each result. Both carry bfloat16, in which torch computes, too.
+matrix whole. In each round every rank gets one matrix: an all-to-all brings it the other ranks'
+shards, and after its computation another one brings every rank its shard of each result. Both carry
+bfloat16, in which torch computes, too.
 """
 
 from collections import defaultdict
@@ -70,8 +70,12 @@ class Muon(torch.optim.Muon):
                 else:
                     shared[matrix.shard.group].append(matrix)
         for group, matrices in shared.items():
-            for places in rounds_of([each.work for each in matrices], dist.get_world_size(group)):
-                _step_together([None if at is None else matrices[at] for at in places], group)
+            # the ranks wait for each other, so matrices of one round are about as large
+            matrices.sort(key=lambda each: -each.whole.numel())
+            num_ranks = dist.get_world_size(group)
+            for start in range(0, len(matrices), num_ranks):
+                together = matrices[start : start + num_ranks]
+                _step_together([*together, *[None] * (num_ranks - len(together))], group)
         return loss
 
     def _matrix(self, parameter: Tensor, options: dict[str, Any]) -> "_Matrix":
@@ -81,25 +85,6 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         mean, gradient = local_of(state["momentum_buffer"]), local_of(parameter.grad)
         return _Matrix(parameter, own_shard_of(parameter), mean, gradient, options)
-
-
-def rounds_of(work: Sequence[float], num_ranks: int) -> list[list[int | None]]:
-    """The place in ``work`` of each rank's matrix in each round; None where a rank has none.
-
-    The largest is given out first, each to the rank with the least work so far. So no rank has more
-    than 4/3 of the most that a rank has in the best assignment (Graham, 1969).
-    """
-    given: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = [0.0] * num_ranks
-    for place in sorted(range(len(work)), key=lambda place: -work[place]):
-        rank = totals.index(min(totals))
-        given[rank].append(place)
-        totals[rank] += work[place]
-    num_rounds = max(map(len, given))
-    return [
-        [places[round_] if round_ < len(places) else None for places in given]
-        for round_ in range(num_rounds)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +104,6 @@ class _Matrix:
     mean: Tensor
     gradient: Tensor
     options: dict[str, Any]
-
-    @property
-    def work(self) -> float:
-        """Multiplications of an iteration: of the small dim's square with the matrix and itself."""
-        small, large = sorted(self.whole.shape)
-        return small * small * (2 * large + small)
 
     def shape_on(self, rank: int, num_ranks: int) -> list[int]:
         """The shape of a rank's shard."""
