@@ -176,19 +176,7 @@ VARIABLES: list[tuple[dict[str, str | None], str]] = [
     ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
     ({"MASTER_ADDR": " "}, "MASTER_ADDR is not"),
     ({"MASTER_PORT": None}, "MASTER_PORT is not"),
-    ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
-    ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
     ({"WORLD_SIZE": None}, "WORLD_SIZE is not"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
-    ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'"),
-    ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is"),
-    ({"RANK": "1"}, "RANK is '1'"),
-    ({"RANK": ""}, "RANK is ''"),
-    ({"RANK": "²"}, "RANK is"),
-    ({"LOCAL_RANK": "zero"}, "LOCAL_RANK is 'zero'"),
-    ({"LOCAL_RANK": "1"}, "LOCAL_RANK is '1'"),
-    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
-    ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE is '2'"),
 ]
 
 

@@ -18,10 +18,9 @@ cause. A rank under torchrun has none, and prints instead.
 
 import errno
 import os
-import re
-import reprlib
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -237,67 +236,32 @@ def _signals_to(handler: "signal._HANDLER") -> Iterator[None]:
             signal.signal(signum, old)
 
 
-_LARGEST = 2**31 - 1
-_ADVICE = "start the ranks with torchrun, or unset RANK and use --nproc"
-
-
 def require_rank(environment: Mapping[str, str]) -> None:
-    """Check the variables of one rank, before torch reads them.
+    """Check that the variables of one rank are there, before torch reads them.
 
     Raises:
-        ConfigError: a variable is missing, is no number, or does not fit the others.
+        ConfigError: a variable is missing.
     """
-    world_size = _number(environment, "WORLD_SIZE", 1, _LARGEST)
-    _number(environment, "RANK", 0, world_size - 1)
-    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", 1, world_size, missing=1)
-    _number(environment, "LOCAL_RANK", 0, local_world_size - 1, missing=0)
-    _number(environment, "MASTER_PORT", 1, 2**16 - 1)
-    if not environment.get("MASTER_ADDR", "").strip():
-        raise ConfigError(f"RANK is set, but MASTER_ADDR is not; {_ADVICE}")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name, "").strip():
+            raise ConfigError(
+                f"RANK is set, but {name} is not; start the ranks with torchrun, or unset RANK and "
+                "use --nproc"
+            )
 
 
-def _number(
-    environment: Mapping[str, str], name: str, least: int, most: int, missing: int | None = None
-) -> int:
-    text = environment.get(name)
-    if text is None and missing is not None:
-        return missing
-    if text is None:
-        raise ConfigError(f"RANK is set, but {name} is not; {_ADVICE}")
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
-        raise ConfigError(
-            f"{name} is {reprlib.repr(text)}: expected a number from {least} to {most}; {_ADVICE}"
-        )
-    return int(text)
-
-
-_CPU = re.compile(r"you tried to allocate (\d+) bytes")
-_CUDA = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 _TORCH_WORDS = ("can't allocate memory", "out of memory", "not enough memory")
-_TORCH_ERROR = "OutOfMemoryError"  # of torch, which is not imported only to be told from others
 
 
 def explained(error: BaseException) -> str:
     """One sentence about an error; empty if it is not about memory."""
-    if not _is_about_memory(error):
+    of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    of_torch = isinstance(error, RuntimeError) and any(w in str(error) for w in _TORCH_WORDS)
+    if not (of_system or of_torch or isinstance(error, MemoryError)):
         return ""
     return (
-        f"memory ran out{_asked_for(str(error))}; use more ranks, make `data.batch_size` or "
-        "`data.sequence_length` smaller or `optimizer.accumulation_steps` larger, or set "
-        '`memory.recompute = "layer"`; `gyre-train plan CONFIG` shows what a step needs'
+        f"memory ran out: {textwrap.shorten(str(error), 150)}; use more ranks, make "
+        "`data.batch_size` or `data.sequence_length` smaller or `optimizer.accumulation_steps` "
+        'larger, or set `memory.recompute = "layer"`; `gyre-train plan CONFIG` shows what a step '
+        "needs"
     )
-
-
-def _is_about_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == _TORCH_ERROR:
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _TORCH_WORDS)
-
-
-def _asked_for(text: str) -> str:
-    if found := _CPU.search(text):
-        return f": {int(found[1]) / 2**30:,.2f} GiB more were asked for"
-    found = _CUDA.search(text)
-    return f": {found[1]} more were asked for" if found else ""
