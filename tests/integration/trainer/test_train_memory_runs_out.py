@@ -21,7 +21,7 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capac
 @pytest.mark.parametrize(
     ("error", "asked_for"),
     [
-        (MemoryError(), "memory ran out: ; use more ranks"),
+        (MemoryError(), "memory ran out: MemoryError; use more ranks"),
         (torch.OutOfMemoryError(CUDA), "memory ran out: CUDA out of memory. Tried to allocate 20"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory ran out: [Errno 12] Cannot"),
         (RuntimeError("CUDA error: out of memory"), "memory ran out: CUDA error: out of memory;"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
 
@@ -21,12 +21,12 @@ class BoardsConfig:
     """Where figures are drawn.
 
     Attributes:
-        tensorboard: `auto` writes event files where the library is installed.
+        tensorboard: whether event files are written, where the library is installed.
         wandb_project: the project of Weights & Biases; "" for none. Its own environment variables,
             such as WANDB_MODE=offline, hold.
     """
 
-    tensorboard: Literal["auto", "on", "off"] = "auto"
+    tensorboard: bool = True
     wandb_project: str = ""
 
 
@@ -43,20 +43,16 @@ class Board(Protocol):
 
 
 def require_installed(boards: BoardsConfig) -> None:
-    """Check that the libraries are there, without importing them.
+    """Check that wandb is there if it is wanted, without importing it.
 
     Raises:
-        ConfigError: one is missing; the message names the extra that brings it.
+        ConfigError: it is missing; the message names the extra that brings it.
     """
-    wanted = {
-        "tensorboard": (boards.tensorboard == "on", '`boards.tensorboard` is "on"'),
-        "wandb": (bool(boards.wandb_project), "`boards.wandb_project` is set"),
-    }
-    for library, (is_wanted, why) in wanted.items():
-        if is_wanted and not _is_installed(library):
-            raise ConfigError(
-                f"{why}, but {library} is not installed. Run pip install 'gyre-ml[boards]'."
-            )
+    if boards.wandb_project and not _is_installed("wandb"):
+        raise ConfigError(
+            "`boards.wandb_project` is set, but wandb is not installed. "
+            "Run pip install 'gyre-ml[boards]'."
+        )
 
 
 def opened(
@@ -76,7 +72,7 @@ def opened(
     """
     require_installed(boards)
     found: list[Board] = []
-    if boards.tensorboard != "off" and _is_installed("tensorboard"):
+    if boards.tensorboard and _is_installed("tensorboard"):
         found.append(_TensorBoard(out / "tensorboard", first_step))
     if boards.wandb_project:
         found.append(_WeightsAndBiases(boards.wandb_project, out, settings))

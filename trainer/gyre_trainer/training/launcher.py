@@ -259,9 +259,9 @@ def explained(error: BaseException) -> str:
     of_torch = isinstance(error, RuntimeError) and any(w in str(error) for w in _TORCH_WORDS)
     if not (of_system or of_torch or isinstance(error, MemoryError)):
         return ""
+    told = textwrap.shorten(str(error) or type(error).__name__, 200)
     return (
-        f"memory ran out: {textwrap.shorten(str(error), 150)}; use more ranks, make "
-        "`data.batch_size` or `data.sequence_length` smaller or `optimizer.accumulation_steps` "
-        'larger, or set `memory.recompute = "layer"`; `gyre-train plan CONFIG` shows what a step '
-        "needs"
+        f"memory ran out: {told}; use more ranks, make `data.batch_size` or `data.sequence_length` "
+        "smaller or `optimizer.accumulation_steps` larger, or set `memory.recompute = \"layer\"`; "
+        "`gyre-train plan CONFIG` shows what a step needs"
     )
