@@ -36,7 +36,7 @@ def test_each_sample_counts_once_on_any_number_of_ranks(
     tokens.astype(np.uint16).tofile(tmp_path / "held-out.bin")
     config.write_text(tiny_run(tmp_path, eval={"dataset": str(tmp_path / "held-out.bin")}))
     status, errors = tiny_jobs.ran("eval", str(config))
-    assert (status, "name one with --checkpoint" in errors) == (2, True), errors
+    assert (status, "name weights with --weights" in errors) == (2, True), errors
     status, errors = tiny_jobs.ran("run", str(config))
     assert status == 0, errors
     expected = loss_alone(tmp_path / "run", tokens)

@@ -1,7 +1,5 @@
-"""The commands of `gyre-train`, from parsed arguments.
-
-Modules that take long to import are imported by the command that needs them.
-"""
+# ruff: noqa: PLC0415  # modules that take seconds are imported by the command that needs them
+"""The commands of `gyre-train`, from parsed arguments."""
 
 import argparse
 import json
@@ -47,8 +45,7 @@ def _require_beginning(options: argparse.Namespace) -> None:
 
 def run(config: TrainConfig, options: argparse.Namespace) -> None:
     """Train, as one rank."""
-    # Torch's distributed packages take two seconds.
-    from gyre_trainer.training.train import train  # noqa: PLC0415
+    from gyre_trainer.training.train import train
 
     _require_beginning(options)  # torchrun has not
     train(
@@ -61,55 +58,47 @@ def run(config: TrainConfig, options: argparse.Namespace) -> None:
 
 def evaluate(config: TrainConfig, options: argparse.Namespace) -> None:
     """Print the loss on a dataset, as one rank."""
-    # Torch's distributed packages take two seconds.
-    from gyre_trainer.training import evaluation  # noqa: PLC0415
+    from gyre_trainer.training import evaluation
 
-    path, is_checkpoint = weights_to_evaluate(config, options)
-    evaluation.evaluate(config, path, is_checkpoint=is_checkpoint, as_json=options.json)
+    evaluation.evaluate(config, weights_to_evaluate(config, options), as_json=options.json)
 
 
 def read_eval(options: argparse.Namespace) -> TrainConfig:
     """The configuration, for as many ranks as there are."""
-    # Torch's distributed packages take two seconds.
-    from gyre_trainer.training.evaluation import on_any_ranks  # noqa: PLC0415
+    from gyre_trainer.training.evaluation import on_any_ranks
 
     config = load(options.config, options.set)
     return on_any_ranks(config, int(os.environ.get("WORLD_SIZE", options.nproc)))
 
 
-def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> tuple[Path, bool]:
-    """The path of the weights, and whether it names a checkpoint; checked before ranks start."""
+def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> Path:
+    """The directory of the weights, checked before ranks start."""
     if not config.eval.dataset:
         raise ConfigError(
             "`eval.dataset` is not set. Name the dataset to evaluate on: --set eval.dataset=NAME"
         )
-    if options.weights is not None:
-        if not options.weights.is_dir():
-            raise ConfigError(f"--weights {options.weights} is no folder")
-        return options.weights, False
-    # This imports torch.distributed.checkpoint, which takes a second.
-    from gyre_trainer.training import manifest, run_checkpoints  # noqa: PLC0415
+    from gyre_trainer.training import manifest, run_checkpoints
 
-    path: Path = options.checkpoint or run_checkpoints.latest(
-        Path(config.run.out) / "checkpoints",
-        "name one with --checkpoint, or weights with --weights",
+    path: Path = options.weights or run_checkpoints.latest(
+        Path(config.run.out) / "checkpoints", "name weights with --weights"
     )
-    manifest.read(path, config.model)
-    return path, True
+    if not path.is_dir():
+        raise ConfigError(f"--weights {path} is no folder")
+    if (path / manifest.NAME).exists():
+        manifest.read(path, config.model)
+    return path
 
 
 def trace(config: TrainConfig, options: argparse.Namespace) -> None:
     """Profile a few steps, as one rank."""
-    # Torch's distributed packages take two seconds.
-    from gyre_trainer.training.train import trace as traced  # noqa: PLC0415
+    from gyre_trainer.training.train import trace as traced
 
     traced(config, options.out, options.steps)
 
 
 def export(config: TrainConfig, options: argparse.Namespace) -> None:
     """Write this rank's part of a checkpoint's model."""
-    # Torch's distributed packages take two seconds.
-    from gyre_trainer.training import export as exported  # noqa: PLC0415
+    from gyre_trainer.training import export as exported
 
     exported.export(config, _given_export(options))
 
@@ -120,18 +109,16 @@ def read_export(options: argparse.Namespace) -> TrainConfig:
 
 
 def _given_export(options: argparse.Namespace) -> "Export":
-    # Torch's distributed packages take two seconds.
-    import torch  # noqa: PLC0415
+    import torch
 
-    from gyre_trainer.training.export import Export  # noqa: PLC0415
+    from gyre_trainer.training.export import Export
 
     return Export(options.run, options.out, getattr(torch, options.dtype))
 
 
 def plan(config: TrainConfig, options: argparse.Namespace) -> str:
     """The rule of each module, and the cost of a step, as tables or as JSON."""
-    # FSDP2 and fake tensors take a second to import.
-    from gyre_trainer.accounting.plan import Rates, make_plan  # noqa: PLC0415
+    from gyre_trainer.accounting.plan import Rates, make_plan
 
     given = Rates(
         options.operations_per_s or 0.0,
@@ -148,8 +135,7 @@ def plan(config: TrainConfig, options: argparse.Namespace) -> str:
 
 def check(_config: None, options: argparse.Namespace) -> str:
     """Compare rotated ranks with one process here; sets the exit status."""
-    # It starts processes that import all of the trainer.
-    from gyre_trainer.check import report  # noqa: PLC0415
+    from gyre_trainer.check import report
 
     report.require_device(options.device)
     numbers = options.rows or range(1, report.NUM_ROWS + 1)
@@ -167,8 +153,7 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
         return None
     if options.resume == "":
         raise ConfigError("--resume is empty; name a checkpoint directory, or write --resume alone")
-    # This imports torch.distributed.checkpoint, which takes a second.
-    from gyre_trainer.training import manifest, run_checkpoints  # noqa: PLC0415
+    from gyre_trainer.training import manifest, run_checkpoints
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:

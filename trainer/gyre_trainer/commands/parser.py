@@ -117,18 +117,12 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
 def _add_eval(evaluates: argparse.ArgumentParser) -> None:
     _add_config(evaluates)
     _add_nproc(evaluates)
-    which = evaluates.add_mutually_exclusive_group()
-    which.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="a checkpoint's directory (default: the run's latest)",
-    )
-    which.add_argument(
+    evaluates.add_argument(
         "--weights",
         type=Path,
         metavar="DIR",
-        help="a folder that `gyre-train export` or transformers wrote, instead of a checkpoint",
+        help="a checkpoint's directory (default: the run's latest), or a folder that "
+        "`gyre-train export` or transformers wrote",
     )
     evaluates.add_argument("--json", action="store_true", help="print one JSON object")
     evaluates.set_defaults(

@@ -5,9 +5,10 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training import manifest
 from gyre_trainer.training.build import build_model, loss_of, restored
 from gyre_trainer.training.collate import Collator, collator_of
 from gyre_trainer.training.config import TrainConfig
@@ -26,49 +28,12 @@ from gyre_trainer.training.recorder import log_to
 from gyre_trainer.training.step import loss_sum
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Result of an evaluation.
-
-    Attributes:
-        weights: the checkpoint, or the folder of weights.
-        step: of the checkpoint; None for a folder of weights.
-        dataset: its name.
-        samples: that were read, each once.
-        tokens: targets of all samples.
-        loss: the mean over all targets, in nats.
-        perplexity: e to the loss.
-        ranks: that read.
-        elapsed_s: seconds from the first batch to the last.
-    """
-
-    weights: str
-    step: int | None
-    dataset: str
-    samples: int
-    tokens: int
-    loss: float
-    perplexity: float
-    ranks: int
-    elapsed_s: float
-
-    def text(self) -> str:
-        """One line for people."""
-        where = self.weights if self.step is None else f"step {self.step} of {self.weights}"
-        return (
-            f"{where}: loss {self.loss:.6f}, perplexity {self.perplexity:.6g}, over "
-            f"{counted(self.tokens, 'token', ',')} in {counted(self.samples, 'sample', ',')} of "
-            f"{self.dataset}"
-        )
-
-
-def evaluate(config: TrainConfig, weights: Path, *, is_checkpoint: bool, as_json: bool) -> None:
+def evaluate(config: TrainConfig, weights: Path, *, as_json: bool) -> None:
     """Print the loss on all of `eval.dataset`, as one of the ranks that the environment names.
 
     Args:
         config: as `on_any_ranks` gives it.
-        weights: a folder of weights, or that of a checkpoint.
-        is_checkpoint: which of these it is.
+        weights: the directory of a checkpoint, or a folder of weights.
         as_json: whether an object is printed, in place of a line for people.
 
     Raises:
@@ -78,7 +43,7 @@ def evaluate(config: TrainConfig, weights: Path, *, is_checkpoint: bool, as_json
     with join_job(config.run) as context:
         log_to(Path(config.run.out), context.rank)
         step = None
-        if is_checkpoint:
+        if (weights / manifest.NAME).exists():
             model, step = restored(config, context, weights)
         else:
             model = build_model(config, context, weights)
@@ -92,18 +57,28 @@ def evaluate(config: TrainConfig, weights: Path, *, is_checkpoint: bool, as_json
             total = _total(model, loss_of(model), loader, collator_of(config), context)
             elapsed_s = time.monotonic() - began_s
         if context.rank == 0:
-            found = Result(
-                str(weights),
-                step,
-                config.eval.dataset,
-                int(total[2]),
-                int(total[1]),
-                mean_loss(total),
-                math.exp(min(mean_loss(total), 700.0)),
-                context.world_size,
-                round(elapsed_s, 3),
-            )
-            print(json.dumps(asdict(found)) if as_json else found.text())
+            loss = mean_loss(total)
+            found = {
+                "weights": str(weights),
+                "step": step,  # None for a folder of weights
+                "dataset": config.eval.dataset,
+                "samples": int(total[2]),
+                "tokens": int(total[1]),
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "ranks": context.world_size,
+                "elapsed_s": round(elapsed_s, 3),
+            }
+            print(json.dumps(found) if as_json else _told(found))
+
+
+def _told(found: Mapping[str, Any]) -> str:
+    """One line for people."""
+    tokens, samples = counted(found["tokens"], "token", ","), counted(found["samples"], "sample", ",")
+    return (
+        f"{found['weights']}: loss {found['loss']:.6f}, perplexity {found['perplexity']:.6g}, over "
+        f"{tokens} in {samples} of {found['dataset']}"
+    )
 
 
 def on_any_ranks(config: TrainConfig, num_ranks: int) -> TrainConfig:
