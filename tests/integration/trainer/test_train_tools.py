@@ -176,11 +176,11 @@ def test_a_plan_counts_layers_computed_again_where_blocks_do_not_rotate(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--ranks", "2"], "plan needs CONFIG.toml, or a model: --model, --sequence"),
+        (["--ranks", "2"], "either CONFIG.toml, or --model, --sequence and --batch"),
         (["--model", "nowhere", "--sequence", "8", "--batch", "4"], "nowhere cannot be read"),
         (
             ["--model", "m", "--sequence", "8", "--batch", "8", "--ranks", "3"],
-            "--batch is 8; it must be a multiple of 3, the number of ranks\n",
+            "`data.batch_size` is 8; it must be a multiple of 3, the number of ranks\n",
         ),
     ],
 )

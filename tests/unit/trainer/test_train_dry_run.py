@@ -183,7 +183,7 @@ def test_a_plan_of_a_million_tokens_is_asked_for_and_more_is_refused(
     assert parse([*arguments, "1048576"]).sequence == 2**20
     with pytest.raises(SystemExit):
         parse([*arguments, "1048577"])
-    assert "1048577 is not from 1 to 1048576" in capsys.readouterr().err
+    assert "1048577 is not above 0 and up to 1048576" in capsys.readouterr().err
 
 
 def test_activations_of_a_million_tokens_are_counted() -> None:

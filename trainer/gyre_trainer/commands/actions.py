@@ -6,15 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.boards import require_installed
 from gyre_trainer.training.config import TrainConfig, load, of_model
 from gyre_trainer.training.config_file import make_folder
-
-if TYPE_CHECKING:
-    from gyre_trainer.training.export import Export
 
 LATEST = "latest"
 
@@ -100,20 +96,14 @@ def export(config: TrainConfig, options: argparse.Namespace) -> None:
     """Write this rank's part of a checkpoint's model."""
     from gyre_trainer.training import export as exported
 
-    exported.export(config, _given_export(options))
+    exported.export(config, options.run, options.out, options.dtype)
 
 
 def read_export(options: argparse.Namespace) -> TrainConfig:
     """The configuration of the run whose model is exported."""
-    return _given_export(options).config(int(os.environ.get("WORLD_SIZE", options.nproc)))
+    from gyre_trainer.training.export import config_of
 
-
-def _given_export(options: argparse.Namespace) -> "Export":
-    import torch
-
-    from gyre_trainer.training.export import Export
-
-    return Export(options.run, options.out, getattr(torch, options.dtype))
+    return config_of(options.run, int(os.environ.get("WORLD_SIZE", options.nproc)))
 
 
 def plan(config: TrainConfig, options: argparse.Namespace) -> str:
@@ -169,15 +159,9 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
 
 def read_plan(options: argparse.Namespace) -> TrainConfig:
     """The configuration, or that of a run of the given model."""
-    flags = {"--model": options.model, "--sequence": options.sequence, "--batch": options.batch}
-    if options.config is not None:
-        given = [flag for flag, value in flags.items() if value is not None]
-        if given:
-            raise ConfigError(f"{given[0]} says what CONFIG.toml says; leave one of them out")
+    of_run = options.model, options.sequence, options.batch
+    if options.config is not None and not any(of_run):
         return load(options.config, options.set)
-    missing = [flag for flag, value in flags.items() if value is None]
-    if missing:
-        raise ConfigError(f"plan needs CONFIG.toml, or a model: {', '.join(missing)} missing")
-    config = of_model(options.model, options.sequence, options.batch, options.set)
-    config.require_divisible(options.ranks, "--batch")
-    return config
+    if options.config is not None or not all(of_run):
+        raise ConfigError("plan needs either CONFIG.toml, or --model, --sequence and --batch")
+    return of_model(*of_run, options.set)

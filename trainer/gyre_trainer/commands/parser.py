@@ -1,6 +1,7 @@
 """The command line of `gyre-train`: its commands, their arguments, and which action each takes."""
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,38 +12,20 @@ from gyre_trainer.commands import actions
 from gyre_trainer.training.config import load
 from gyre_trainer.training.config_file import make_folder
 
-# Of ranks, and of steps of a trace: more would keep a machine busy for ever.
-_MAX_COUNT = 65_536
-_NUM_ROWS = 8  # of a check
-# Of tokens of a sample, which a plan only counts: the longest contexts of models have a million.
-_MAX_LENGTH = 2**20
 
+def _above_0(kind: Callable[[str], float], most: float) -> Callable[[str], float]:
+    """The type of an argument: a number above 0, up to ``most``."""
 
-def _count(most: int) -> Callable[[str], int]:
-    """The type of an argument: a whole number from 1 to ``most``."""
-
-    def count(text: str) -> int:
-        if not 1 <= (value := int(_number(text, int))) <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not from 1 to {most}")
+    def number(text: str) -> float:
+        if not 0 < (value := kind(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0 and up to {most}")
         return value
 
-    return count
+    return number
 
 
-_positive = _count(_MAX_COUNT)
-
-
-def _rate(text: str) -> float:
-    if not 0 < (value := _number(text, float)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text[:20]} is not a positive number")
-    return value
-
-
-def _number(text: str, kind: Callable[[str], float]) -> float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
+_count = _above_0(int, 65_536)  # more ranks or steps would keep a machine busy for ever
+_rate = _above_0(float, sys.float_info.max)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -106,7 +89,7 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where rank-*.json are written (default trace)",
     )
-    traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
+    traces.add_argument("--steps", type=_count, default=3, help="steps to record (default 3)")
     traces.set_defaults(
         be_rank=actions.trace,
         imports="gyre_trainer.training.train",
@@ -158,7 +141,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     _add_set(plan)
     plan.add_argument(
         "--ranks",
-        type=_positive,
+        type=_count,
         default=4,
         help="number of ranks of the job; this machine needs none of them (default 4)",
     )
@@ -166,8 +149,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     of_model.add_argument(
         "--model", metavar="PATH", help="a folder with config.json, or that file; needs no weights"
     )
-    of_model.add_argument("--sequence", type=_count(_MAX_LENGTH), help="tokens of a sample")
-    of_model.add_argument("--batch", type=_positive, help="samples of all ranks in a step")
+    of_model.add_argument("--sequence", type=_above_0(int, 2**20), help="tokens of a sample")
+    of_model.add_argument("--batch", type=_count, help="samples of all ranks in a step")
     rates = plan.add_argument_group("the ranks")
     rates.add_argument(
         "--operations-per-s",
@@ -188,7 +171,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         help="bytes that a host sends to another one, by one link for all its ranks",
     )
     rates.add_argument(
-        "--ranks-per-host", type=_positive, default=8, help="ranks of a host (default 8)"
+        "--ranks-per-host", type=_count, default=8, help="ranks of a host (default 8)"
     )
     rates.add_argument(
         "--memory", type=_rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
@@ -203,7 +186,8 @@ def _add_check(check: argparse.ArgumentParser) -> None:
     )
     check.add_argument(
         "--rows",
-        type=_count(_NUM_ROWS),
+        type=int,
+        choices=range(1, 9),
         nargs="+",
         metavar="N",
         help="these rows of the table alone",
@@ -232,7 +216,7 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 def _add_nproc(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nproc",
-        type=_positive,
+        type=_count,
         default=1,
         help="ranks to start on this machine (default 1; not under torchrun)",
     )

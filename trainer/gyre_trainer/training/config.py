@@ -270,12 +270,8 @@ class TrainConfig:
                 f"{model.max_seq_len}"
             )
 
-    def require_divisible(self, world_size: int, batch_key: str = "`data.batch_size`") -> None:
+    def require_divisible(self, world_size: int) -> None:
         """Check that the ranks divide evenly among rings, and the global batch among the ranks.
-
-        Args:
-            world_size: the number of ranks.
-            batch_key: the user's key of the batch size, for the error.
 
         Raises:
             ConfigError: names the factor of the number of ranks, or of the batch size.
@@ -290,7 +286,7 @@ class TrainConfig:
         if self.data.batch_size % parts:
             times = f" times {num_steps} accumulation steps" if num_steps > 1 else ""
             raise ConfigError(
-                f"{batch_key} is {self.data.batch_size}; it must be a multiple of {parts}, the "
+                f"`data.batch_size` is {self.data.batch_size}; it must be a multiple of {parts}, the "
                 f"number of ranks{times}"
             )
 
