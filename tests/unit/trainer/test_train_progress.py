@@ -16,7 +16,7 @@ def test_the_line_shows_the_state_of_the_run() -> None:
         "lr 1.00e-03",
         "2,000 tokens/s",
         "data wait 10.0%",
-        "left 2:00",
+        "left 0:02:00",
     ):
         assert part in line
     assert "left 5:00:00" in describe([record(0)], num_steps=36_001)

@@ -1,17 +1,10 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gyre_trainer.training.history import StepRecord
-from gyre_trainer.training.recorder import (
-    Report,
-    draw_loss,
-    final_loss,
-    smoothed,
-    write_report,
-)
+from gyre_trainer.training.recorder import draw_loss, final_loss, smoothed
 from PIL import Image
 
 RECORD = StepRecord(0, 0, 3.0, 1e-3, 64, 0.5, 0.1, "")
@@ -44,25 +37,3 @@ def test_the_curve_is_a_picture_of_some_size_for_runs_of_any_length(
         assert picture.width > 1000
         # something is drawn
         assert sum(count > 0 for count in picture.convert("L").histogram()) > 50
-
-
-def test_the_report_is_json_with_every_figure(tmp_path: Path) -> None:
-    report = Report(
-        steps=2,
-        final_loss=1.5,
-        num_tokens=128,
-        tokens_per_s=64.0,
-        data_wait_share=0.25,
-        epochs=0.5,
-        position=8,
-        world_size=2,
-        num_parameters=99,
-        compute_dtype="float32",
-        peak_memory_bytes=(1, 2),
-        resumed_at=(),
-        eval_loss=None,
-    )
-    write_report(report, tmp_path / "report.json")
-    content = json.loads((tmp_path / "report.json").read_text())
-    assert content["peak_memory_bytes"] == [1, 2]
-    assert content["eval_loss"] is None

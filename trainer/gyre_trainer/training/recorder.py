@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,44 +40,6 @@ FINAL_STEPS = 20
 # Seconds between two lines. A shorter interval fills the log; a much longer one makes readers doubt
 # that the run is alive.
 _LINE_INTERVAL_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A run in figures.
-
-    Attributes:
-        steps: steps that led to the final weights.
-        final_loss: the mean of the last FINAL_STEPS steps, in nats per target.
-        num_tokens: targets of all ranks in all committed steps.
-        tokens_per_s: targets of all ranks per second, over all committed steps, without evaluation
-            and checkpoints.
-        data_wait_share: the share of that time spent waiting for a batch, on the rank that waited
-            longest.
-        epochs: passes over the dataset, as a fraction.
-        position: the stream's next position: samples consumed by all ranks.
-        world_size: ranks of the last process.
-        num_parameters: parameters of the whole model.
-        compute_dtype: the dtype of activations and of parameters that travel.
-        peak_memory_bytes: the peak of each rank: of CUDA's allocator, or the process's resident
-            memory.
-        resumed_at: the steps at which the run was resumed.
-        eval_loss: the loss of the newest evaluation; None without one.
-    """
-
-    steps: int
-    final_loss: float
-    num_tokens: int
-    tokens_per_s: float
-    data_wait_share: float
-    epochs: float
-    position: int
-    world_size: int
-    num_parameters: int
-    compute_dtype: str
-    peak_memory_bytes: tuple[int, ...]
-    resumed_at: tuple[int, ...]
-    eval_loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +180,16 @@ class RunRecorder:
                     f"nothing is left to train: the checkpoint is of the last step, "
                     f"{self._config.run.steps}; make `run.steps` larger"
                 )
-            resumed_at = resumes(self._history_path)
-            report = self._report(records, resumed_at, peak_memory_bytes, epochs_passed)
-            write_report(report, self._report_path)
+            report = self._report(records, peak_memory_bytes, epochs_passed)
+            self._report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             title = (
-                f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
-                f"{counted(report.world_size, 'rank')}, "
-                f"{report.num_tokens / 1e6:.1f} M tokens"
+                f"{self._config.data.dataset}: {self._facts.num_parameters / 1e6:.1f} M parameters "
+                f"on {counted(self._facts.world_size, 'rank')}, "
+                f"{report['num_tokens'] / 1e6:.1f} M tokens"
             )
-            draw_loss(records, resumed_at, title, self._figure_path)
+            draw_loss(records, report["resumed_at"], title, self._figure_path)
             self._progress.say(
-                f"final loss {report.final_loss:.4f}; "
+                f"final loss {report['final_loss']:.4f}; "
                 f"see {self._report_path} and {self._figure_path}"
             )
 
@@ -244,31 +206,27 @@ class RunRecorder:
             ) from error
 
     def _report(
-        self,
-        records: Sequence[StepRecord],
-        resumed_at: Sequence[int],
-        peak_memory_bytes: Sequence[int],
-        epochs_passed: float,
-    ) -> Report:
+        self, records: Sequence[StepRecord], peak_memory_bytes: Sequence[int], epochs_passed: float
+    ) -> dict[str, Any]:
+        """The run in figures, over the steps that led to the final weights."""
         elapsed_s = sum(record.elapsed_s for record in records)
         num_tokens = sum(record.num_targets for record in records)
         evaluated = evaluations(self._history_path)
-        position = self._facts.data_step(len(records)) * self._config.data.batch_size
-        return Report(
-            steps=len(records),
-            final_loss=final_loss(records),
-            num_tokens=num_tokens,
-            tokens_per_s=num_tokens / elapsed_s,
-            data_wait_share=sum(record.data_wait_s for record in records) / elapsed_s,
-            epochs=epochs_passed,
-            position=position,
-            world_size=self._facts.world_size,
-            num_parameters=self._facts.num_parameters,
-            compute_dtype=self._config.precision.compute_dtype,
-            peak_memory_bytes=tuple(peak_memory_bytes),
-            resumed_at=tuple(resumed_at),
-            eval_loss=evaluated[-1].eval_loss if evaluated else None,
-        )
+        return {
+            "steps": len(records),
+            "final_loss": final_loss(records),
+            "num_tokens": num_tokens,
+            "tokens_per_s": num_tokens / elapsed_s,  # without evaluations and checkpoints
+            "data_wait_share": sum(record.data_wait_s for record in records) / elapsed_s,
+            "epochs": epochs_passed,
+            "position": self._facts.data_step(len(records)) * self._config.data.batch_size,
+            "world_size": self._facts.world_size,
+            "num_parameters": self._facts.num_parameters,
+            "compute_dtype": self._config.precision.compute_dtype,
+            "peak_memory_bytes": list(peak_memory_bytes),
+            "resumed_at": resumes(self._history_path),
+            "eval_loss": evaluated[-1].eval_loss if evaluated else None,
+        }
 
 
 def _without_secrets(config: TrainConfig) -> dict[str, Any]:
@@ -321,19 +279,8 @@ def describe(records: Sequence[StepRecord], num_steps: int) -> str:
     return (
         f"step {last.step + 1:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  lr "
         f"{last.lr:.2e}  "
-        f"{tokens_per_s:,.0f} tokens/s  data wait {wait_share:.1%}  left {_clock(left_s)}"
+        f"{tokens_per_s:,.0f} tokens/s  data wait {wait_share:.1%}  left {timedelta(seconds=round(left_s))}"
     )
-
-
-def _clock(seconds: float) -> str:
-    minutes, whole_s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole_s:02}" if hours else f"{minutes}:{whole_s:02}"
-
-
-def write_report(report: Report, path: Path) -> None:
-    """Write the report as JSON."""
-    path.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
 
 
 def write_status(status: dict[str, Any], path: Path) -> None:
@@ -361,45 +308,19 @@ def draw_loss(
     steps = np.array([record.step + 1 for record in records])
     losses = np.array([record.loss for record in records])
     figure, (above, below) = plt.subplots(
-        2,
-        1,
-        figsize=(9, 6),
-        dpi=144,
-        sharex=True,
-        height_ratios=[4, 1],
-        layout="constrained",
-        facecolor="white",
+        2, 1, figsize=(9, 6), dpi=144, sharex=True, height_ratios=[4, 1], layout="constrained"
     )
     above.plot(steps, losses, color="#9db8d9", linewidth=0.9, label="each step")
     above.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2.0, label="smoothed")
-    end = final_loss(records)
-    above.axhline(
-        end,
-        color="#1f4e8c",
-        linewidth=0.9,
-        linestyle=":",
-        label=f"{end:.3f}: mean of the last {FINAL_STEPS} steps",
-    )
-    for index, step in enumerate(resumed_at):
-        for axes in (above, below):
-            axes.axvline(
-                step,
-                color="#c0562f",
-                linewidth=1.1,
-                linestyle="--",
-                label=None if index else "resumed",
-            )
     above.set_title(title, loc="left", fontsize=12)
     above.set_ylabel("loss, nats per token")
     above.legend(frameon=False)
     below.plot(steps, [record.lr for record in records], color="#5b7f4a", linewidth=1.4)
-    below.set_ylabel("learning rate")
-    below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    below.set_xlabel("step")
+    below.set(xlabel="step", ylabel="learning rate")
     for axes in (above, below):
+        for step in resumed_at:
+            axes.axvline(step, color="#c0562f", linewidth=1.1, linestyle="--")
         axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.01)
     figure.savefig(path)
     plt.close(figure)
 
