@@ -66,16 +66,15 @@ def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None = None) -> in
     try:
         options.be_rank(options.read(options), options)
     except Exception as error:
-        is_expected = isinstance(error, TrainError | GyreError)
+        rank, is_expected = os.environ["RANK"], isinstance(error, TrainError | GyreError)
         status = 2 if is_expected and not isinstance(error, RingError) else 1
-        told = "" if is_expected else explained(error)
-        text = _one_line(error) if is_expected else told or internal_error(error)
-        if pipe and told:
-            pipe.send(status, f"rank {os.environ['RANK']}: {told}", names_rank=True)
-        elif pipe:
-            pipe.send(status, text, names_rank=isinstance(error, RingError))
-        else:
-            print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)
+        text = _one_line(error) if is_expected else explained(error) or internal_error(error)
+        if pipe is None:
+            print(f"gyre-train: rank {rank}: {text}", file=sys.stderr)
+        elif status == 2:
+            pipe.send(status, f"error: {text}")
+        else:  # that of a ring begins with the rank at fault
+            pipe.send(status, text if is_expected else f"rank {rank}: {text}")
         sys.stdout.flush()
         sys.stderr.flush()
         _abort_rings()

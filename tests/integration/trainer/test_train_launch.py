@@ -108,23 +108,23 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_en
 ) -> None:
     script = """
     if rank == 1:
-        pipe.send(1, "Traceback: the cause")
+        pipe.send(1, "rank 1: Traceback: the cause")
         (folder / "failed").touch()
         time.sleep(0.5)  # a slow teardown
         sys.exit(1)
     while not (folder / "failed").exists():
         time.sleep(0.02)
-    pipe.send(1, "Traceback: only an echo")
+    pipe.send(1, "rank 0: Traceback: only an echo")
     sys.exit(1)
     """
     status, errors = start(script, 2).end()
     assert status == 1
-    assert "rank 1 failed:\n\nTraceback: the cause" in errors
+    assert errors == "gyre-train: rank 1: Traceback: the cause\n"
     assert "echo" not in errors
 
 
 def test_an_error_that_the_user_can_correct_is_one_sentence_and_status_2(start: StartJob) -> None:
-    status, errors = start("pipe.send(2, 'no dataset of that name'); sys.exit(2)", 2).end()
+    status, errors = start("pipe.send(2, 'error: no dataset of that name'); sys.exit(2)", 2).end()
     assert (status, errors) == (2, "gyre-train: error: no dataset of that name\n")
 
 

@@ -58,13 +58,11 @@ class RankFailure:
             is the cause.
         status: the exit status that follows: 2 for an error that the user can correct, else 1.
         text: one sentence; with GYRE_TRACEBACK=1 a traceback may follow.
-        names_rank: whether the text begins with the rank at fault, which may be another one.
     """
 
     time_s: float
     status: int
     text: str
-    names_rank: bool = False
 
 
 class FailurePipe:
@@ -73,12 +71,11 @@ class FailurePipe:
     def __init__(self, launcher: Connection) -> None:
         self._launcher = launcher
 
-    def send(self, status: int, text: str, *, names_rank: bool = False) -> None:
+    def send(self, status: int, text: str) -> None:
         """Send the failure to the launcher, if it still exists; see `RankFailure`."""
         printable = text[-_MAX_TEXT:].encode(errors="replace").decode()
-        failure = RankFailure(time.monotonic(), status, printable, names_rank)
         with suppress(BrokenPipeError):
-            self._launcher.send(failure)
+            self._launcher.send(RankFailure(time.monotonic(), status, printable))
 
 
 BeRank = Callable[[FailurePipe], int]
@@ -189,20 +186,13 @@ class Launcher:
         failed = [each for each in self._ended if self._status(each)]
         if not failed:
             return 0
-        failures = [(self._failure_of(each), each) for each in failed]
-        if failures[0][0] is None:  # its end is the cause, whatever the others say
+        failures = [self._failure_of(each) for each in failed]
+        if failures[0] is None:  # its end is the cause, whatever the others say
             told = f"rank {failed[0]} {_describe_end(self._status(failed[0]))}"
             print(f"gyre-train: {told}; the other ranks were stopped", file=sys.stderr)
             return 1
-        first, index = min(
-            ((failure, index) for failure, index in failures if failure),
-            key=lambda each: each[0].time_s,
-        )
-        text = first.text.rstrip()
-        if not first.names_rank:
-            text = f"rank {index} failed:\n\n{text}"
-        told = f"error: {first.text}" if first.status == 2 else text
-        print(f"gyre-train: {told}", file=sys.stderr)
+        first = min(filter(None, failures), key=lambda each: each.time_s)
+        print(f"gyre-train: {first.text.rstrip()}", file=sys.stderr)
         return first.status
 
     def _failure_of(self, index: int) -> RankFailure | None:
