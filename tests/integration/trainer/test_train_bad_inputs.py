@@ -150,7 +150,6 @@ FILES = {
     "bytes that are no text": (b"\xff\xfe\x00", "is not valid TOML"),
     "nothing": (b"", "`run` is missing"),
     "a key of control characters": (b'"\\u001b[2J\\n" = 1', "unknown key"),
-    "a megabyte": (b"#" * 2**21, "too many for a configuration"),
     "a secret under a wrong key": (b"secret_access_key = 'sekret'", "`secret_acc"),
 }
 FLAGS = {

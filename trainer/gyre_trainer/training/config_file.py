@@ -17,6 +17,7 @@ from gyre_protos.toml import parse_toml
 from msgspec import Meta
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.shards.tensor_files import read_regular
 
 _MAX_INT = 2**31 - 1
 _MAX_FLOAT = 3.4e38  # parameters are float32
@@ -36,9 +37,6 @@ RotaryBase = Annotated[float, Meta(ge=1, le=_MAX_FLOAT)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e8)]
 Text = Annotated[str, Meta(min_length=1)]
 
-# A configuration has a few kilobytes. A file beyond this is something else, such as a checkpoint.
-_MAX_BYTES = 2**20
-
 
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The table in the file ``path``, with ``section.key=value`` overrides.
@@ -46,30 +44,15 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read or is not TOML, or an override has another form.
     """
-    table = _read(path)
+    try:
+        table = parse_toml(read_regular(path).decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # also of encodings, and of a path with a NUL
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for text in overrides:
         override(table, text)
     return table
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):
-            raise ConfigError(
-                f"cannot read {path}: it is not a regular file, and every rank reads it again"
-            )
-        if about.st_size > _MAX_BYTES:
-            raise ConfigError(
-                f"cannot read {path}: {about.st_size} bytes are too many for a configuration"
-            )
-        return parse_toml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid TOML: its values are nested too deeply") from None
-    except ValueError as error:  # of tomllib, of the text's encoding, and of a path with a NUL
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def override(table: dict[str, Any], text: str) -> None:

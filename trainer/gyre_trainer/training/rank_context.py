@@ -49,7 +49,8 @@ def join_job(run: RunConfig, *, tf32: bool = False) -> Iterator[RankContext]:
         if tf32:
             torch.set_float32_matmul_precision("high")
     else:
-        torch.set_num_threads(run.threads or max(1, _num_cores() // _local_world_size()))
+        num_cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(run.threads or max(1, num_cores // _local_world_size()))
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -58,9 +59,10 @@ def join_job(run: RunConfig, *, tf32: bool = False) -> Iterator[RankContext]:
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError, OSError) as error:
+        told, *_ = f"{error}\n".splitlines()  # without the stack of torch's own functions
         raise RingError(
             f"rank {os.environ['RANK']} cannot join the other ranks at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_first_line(error)}"
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {told}"
         ) from error
     mesh = make_mesh(device.type, replicate=run.replicas)
     yield RankContext(dist.get_rank(), dist.get_world_size(), device, mesh)
@@ -80,15 +82,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _first_line(error: Exception) -> str:
-    """Torch's message, without the stack of its own functions."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _device(wanted: str) -> torch.device:
