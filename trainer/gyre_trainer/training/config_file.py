@@ -76,7 +76,7 @@ def override(table: dict[str, Any], text: str) -> None:
 def _parse_value(name: str, text: str) -> Any:
     """A TOML value; other text is a string, so that paths and names need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:

@@ -17,14 +17,12 @@ from gyre_client.transport.arguments import is_location
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
-from gyre_trainer.shards.tensor_files import open_regular
+from gyre_trainer.shards.tensor_files import open_regular, read_regular
 from gyre_trainer.training.config import DataConfig, ModelConfig, OptimizerConfig
 from gyre_trainer.training.config_file import AtLeast0, AtLeast1
 
 FORMAT = 2
 NAME = "checkpoint.json"
-# A manifest has a few kilobytes and a line for each file.
-_MAX_BYTES = 2**26
 _CHUNK_BYTES = 2**22
 
 # Keys of models that earlier checkpoints lack, with their meaning.
@@ -134,18 +132,21 @@ def read(
 
 
 def _converted(path: Path) -> Manifest:
-    table = _table(path)
-    written = table.get("format")
+    try:
+        table = json.loads(read_regular(path / NAME))
+        written = table["format"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        raise CheckpointRejected(f"{path} is not a checkpoint: it has no readable {NAME}") from None
     if written != FORMAT:
         raise CheckpointRejected(
             f"checkpoint {path} has format {written!r:.40}, but this version reads format {FORMAT}"
         )
     try:
         manifest = msgspec.convert(table, Manifest)
-        manifest.model.pop("objective", None)  # a key of earlier versions
-        return manifest
     except msgspec.ValidationError as error:
         raise _damaged(path, str(error)) from None
+    manifest.model.pop("objective", None)  # a key of earlier versions
+    return manifest
 
 
 def describe(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
@@ -182,20 +183,6 @@ def rejection(path: Path, why: str) -> CheckpointRejected:
 
 def _damaged(path: Path, why: str) -> CheckpointRejected:
     return rejection(path / NAME, why)
-
-
-def _table(path: Path) -> dict[str, Any]:
-    """The JSON object in the manifest's file."""
-    file = path / NAME
-    try:
-        with open_regular(file) as opened:
-            content = opened.read(_MAX_BYTES + 1)
-        table = json.loads(content) if len(content) <= _MAX_BYTES else None
-        if isinstance(table, dict) and "format" in table:
-            return table
-    except (OSError, ValueError, RecursionError):
-        pass
-    raise CheckpointRejected(f"{path} is not a checkpoint: it has no readable {NAME}")
 
 
 def _measured(path: Path, expected: int | None = None) -> tuple[int, int]:
