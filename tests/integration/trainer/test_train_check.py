@@ -47,17 +47,19 @@ def test_every_row_holds_here() -> None:
     assert all(row["status"] == "ok" for row in rows.values()), rows
 
 
-def poisoned_without_waiting(case: str) -> dict[str, float]:
+def poisoned_without_waiting(device: torch.device, case: str) -> dict[str, float]:
     """As row 4, by a ring that does not wait for its hops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Hop, "wait", lambda hop: None)
-        return programs.ranks_against_one([case], ("block",), "cpu", True, "arrivals")
+        return programs.ranks_against_one(device, [case], ("block",))
 
 
 def test_a_read_that_does_not_wait_for_its_hop_is_found() -> None:
     """By NaN, or because gloo ends a process whose buffers go before their transfers."""
     try:
-        found = report.Checker("cpu").run(2, poisoned_without_waiting, "gathered on use")
+        found = report.Checker("cpu").run(
+            2, poisoned_without_waiting, "gathered on use", late="arrivals"
+        )
     except report.ProgramFailed:
         return
     for of_rank in found:

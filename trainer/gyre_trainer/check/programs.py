@@ -1,4 +1,4 @@
-"""The computations of a check. Each function runs on every rank of a process group.
+"""The computations of a check. Each function runs on every rank of a process group, on its device.
 
 A case is a small model whose forward is the mean loss of a batch. Rotated ranks that each have a
 part of a batch must get the loss, gradients and parameters that one process gets of all of it.
@@ -256,61 +256,54 @@ def _distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 
 def ranks_against_one(
+    device: torch.device,
     cases: Sequence[str],
     recompute: Sequence[Recompute],
-    device_type: str,
-    staged: bool,
-    late: str = "",
     other_device_type: str = "",
 ) -> dict[str, float]:
     """The distance of each case on all ranks from one process, by case and recomputation.
 
-    With ``late`` "arrivals" or "computations", these are delayed, and buffers are NaN whenever they
-    have no value. The one process computes with plain modules, on another device if one is given.
+    The one process computes with plain modules, on another device if one is given.
     """
-    device, other = torch.device(device_type), torch.device(other_device_type or device_type)
+    other = torch.device(other_device_type or device.type)
     found = {}
-    with hops_by(staged=staged or bool(late), device=device, late=late):
-        for case in cases:
-            alone = _trained(_adapted(_built(case, other)), lambda tokens: tokens, other)
-            for mode in recompute:
-                model = _rotated(case, device, RotationPolicy(recompute=mode))
-                found[f"{case}, {mode}"] = _distance(_trained(model, _part, device), alone)
+    for case in cases:
+        alone = _trained(_adapted(_built(case, other)), lambda tokens: tokens, other)
+        for mode in recompute:
+            model = _rotated(case, device, RotationPolicy(recompute=mode))
+            found[f"{case}, {mode}"] = _distance(_trained(model, _part, device), alone)
     return found
 
 
-def rounding(device_type: str, staged: bool) -> dict[str, float]:
+def rounding(device: torch.device) -> dict[str, float]:
     """The error of bfloat16 in outputs, and in gradients of inputs and weights, against float64."""
-    device = torch.device(device_type)
-    found = {}
-    with hops_by(staged=staged, device=device):
-        torch.manual_seed(3)
-        exact = GatedMLP(96, 256).double().to(device)
-        module = GatedMLP(96, 256).to(device)
-        module.load_state_dict(exact.state_dict())
-        rotate_all(
-            nn.Sequential(module),
-            mesh=make_mesh(device.type),
-            policy=RotationPolicy(compute_dtype=torch.bfloat16, residual_dtype=torch.float32),
-            min_numel=0,
-        )
-        x = torch.randn(dist.get_world_size() * 32, 96, dtype=torch.float64, device=device)
-        mine = x.chunk(dist.get_world_size())[dist.get_rank()].float().requires_grad_()
-        x.requires_grad_()
-        for model, inputs in ((exact, x), (module, mine)):
-            (model(inputs).sin().sum() / len(inputs)).backward()
-        with torch.no_grad():
-            of_mine = exact(mine.double())
-            found["output"] = _distance({"": module(mine)}, {"": of_mine})
-        grad = _part(_grad(x)) * dist.get_world_size()
-        found["input's gradient"] = _distance({"": _grad(mine)}, {"": grad})
-        found["weights' gradients"] = _distance(_grads(module), _grads(exact))
-    return found
+    torch.manual_seed(3)
+    exact = GatedMLP(96, 256).double().to(device)
+    module = GatedMLP(96, 256).to(device)
+    module.load_state_dict(exact.state_dict())
+    rotate_all(
+        nn.Sequential(module),
+        mesh=make_mesh(device.type),
+        policy=RotationPolicy(compute_dtype=torch.bfloat16, residual_dtype=torch.float32),
+        min_numel=0,
+    )
+    x = torch.randn(dist.get_world_size() * 32, 96, dtype=torch.float64, device=device)
+    mine = _part(x).float().requires_grad_()
+    x.requires_grad_()
+    for model, inputs in ((exact, x), (module, mine)):
+        (model(inputs).sin().sum() / len(inputs)).backward()
+    with torch.no_grad():
+        output = _distance({"": module(mine)}, {"": exact(mine.double())})
+    grad = _part(_grad(x)) * dist.get_world_size()
+    return {
+        "output": output,
+        "input's gradient": _distance({"": _grad(mine)}, {"": grad}),
+        "weights' gradients": _distance(_grads(module), _grads(exact)),
+    }
 
 
-def masks(device_type: str, staged: bool) -> dict[str, bool]:
+def masks(device: torch.device) -> dict[str, bool]:
     """Whether dropout is drawn again in backward, repeats with its seed, and differs by rank."""
-    device = torch.device(device_type)
 
     def grads(recompute: Recompute, seed: int) -> dict[str, Tensor]:
         torch.manual_seed(1)
@@ -323,11 +316,10 @@ def masks(device_type: str, staged: bool) -> dict[str, bool]:
         loss.backward()
         return {"loss": loss.detach()} | _grads(model)
 
-    with hops_by(staged=staged, device=device):
-        by_mode = {mode: grads(mode, 5) for mode in ("none", "block", "layer")}
-        again, other = grads("block", 5), grads("block", 6 + dist.get_rank())
-        losses = [torch.zeros_like(other["loss"]).cpu() for _ in range(dist.get_world_size())]
-        dist.all_gather(losses, other["loss"].cpu())
+    by_mode = {mode: grads(mode, 5) for mode in ("none", "block", "layer")}
+    again, other = grads("block", 5), grads("block", 6 + dist.get_rank())
+    losses = [torch.zeros_like(other["loss"]).cpu() for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, other["loss"].cpu())
     distances = {mode: _distance(by_mode[mode], by_mode["none"]) for mode in ("block", "layer")}
     return {
         **{f"{mode} draws the masks of forward again": d < EXACT for mode, d in distances.items()},
@@ -431,11 +423,15 @@ class _PoisonedPool(BufferPool):
 
 
 @contextmanager
-def hops_by(*, staged: bool, device: torch.device, late: str = "") -> Iterator[None]:
-    """A context in which hops of the ring of all ranks are staged, if they are to be."""
+def hops_by(device: torch.device, *, staged: bool, late: str) -> Iterator[None]:
+    """A context in which hops of the ring of all ranks are staged, if they are to be.
+
+    With ``late`` they are, "arrivals" or "computations" are delayed, and buffers are NaN whenever
+    they have no value.
+    """
     ring = ring_of(make_mesh(device.type))
     before = ring.transport, ring.pool
-    if staged:
+    if staged or late:
         ring.transport = StagedTransport(ring, device, late)
     if late:
         ring.pool = _PoisonedPool()
@@ -447,31 +443,35 @@ def hops_by(*, staged: bool, device: torch.device, late: str = "") -> Iterator[N
         ring.transport, ring.pool = before
 
 
-def hop_figures(device_type: str, staged: bool) -> dict[str, float]:
-    """Microseconds of the host a hop, and bytes per second of large ones."""
-    device = torch.device(device_type)
+def hop_figures(device: torch.device) -> dict[str, float]:
+    """Microseconds of the host for a small hop, and to start it, and bytes/s of large ones."""
+    us, us_to_start = _us_of_hops(device, 1_024, 200)
+    numel = 2**22
+    return {
+        "us": us,
+        "us to start": us_to_start,
+        "bytes_per_s": 4e6 * numel / _us_of_hops(device, numel, 8)[0],
+    }
+
+
+def _us_of_hops(device: torch.device, numel: int, num_hops: int) -> tuple[float, float]:
+    """Microseconds of a hop of float32, and those to start it."""
     ring = ring_of(make_mesh(device.type))
-    figures = {}
-    with hops_by(staged=staged, device=device):
-        for name, numel, count in (("us", 1_024, 200), ("bytes_per_s", 2**22, 8)):
-            outgoing, incoming = (ring.pool.take(numel, torch.float32, device) for _ in range(2))
-            for num_hops in (3, count):
-                dist.barrier()
-                _synchronize(device)
-                began_s, in_start_s = time.perf_counter(), 0.0
-                for _ in range(num_hops):
-                    before_s = time.perf_counter()
-                    hop = ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS)
-                    in_start_s += time.perf_counter() - before_s
-                    hop.wait()
-                _synchronize(device)
-            elapsed_s = (time.perf_counter() - began_s) / count
-            figures[name] = 1e6 * elapsed_s if name == "us" else 4 * numel / elapsed_s
-            if name == "us":
-                figures["us to start"] = 1e6 * in_start_s / count
-            ring.pool.put(outgoing)
-            ring.pool.put(incoming)
-    return figures
+    outgoing, incoming = (ring.pool.take(numel, torch.float32, device) for _ in range(2))
+    for count in (3, num_hops):
+        dist.barrier()
+        _synchronize(device)
+        began_s, in_start_s = time.perf_counter(), 0.0
+        for _ in range(count):
+            before_s = time.perf_counter()
+            hop = ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS)
+            in_start_s += time.perf_counter() - before_s
+            hop.wait()
+        _synchronize(device)
+    elapsed_s = time.perf_counter() - began_s
+    ring.pool.put(outgoing)
+    ring.pool.put(incoming)
+    return 1e6 * elapsed_s / num_hops, 1e6 * in_start_s / num_hops
 
 
 def step_config(num_ranks: int, recompute: Recompute = "block") -> TrainConfig:
@@ -499,61 +499,56 @@ def _stepping(config: TrainConfig, device: torch.device) -> tuple[Stepper, Examp
     return Stepper(model, config), examples.to(device)
 
 
-def step_figures(device_type: str, staged: bool) -> dict[str, float]:
+def step_figures(device: torch.device) -> dict[str, float]:
     """Seconds of a step, without hops too, the share that the processor computes, and the peak."""
-    device = torch.device(device_type)
     config = step_config(dist.get_world_size())
     figures = {}
 
     def stay(ring: Ring, *_: Any) -> Hop:
         return Hop((), ring)
 
-    with hops_by(staged=staged, device=device):
-        stepper, examples = _stepping(config, device)
-        for name in ("s", "s without hops"):
-            with nullcontext() if name == "s" else patch.object(Ring, "shift", stay):
-                took = []
-                for step in range(5):
-                    dist.barrier()
-                    _synchronize(device)
-                    before_s, before_cpu_s = time.perf_counter(), time.thread_time()
-                    stepper.take(examples, step)
-                    _synchronize(device)
-                    took.append((time.perf_counter() - before_s, time.thread_time() - before_cpu_s))
-                figures[name], busy_s = min(took[2:])
-                figures.setdefault("busy", busy_s / figures[name])
-        del stepper
-        stepper, examples = _stepping(config, device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            for step in range(2):
+    stepper, examples = _stepping(config, device)
+    for name in ("s", "s without hops"):
+        with nullcontext() if name == "s" else patch.object(Ring, "shift", stay):
+            took = []
+            for step in range(5):
+                dist.barrier()
+                _synchronize(device)
+                before_s, before_cpu_s = time.perf_counter(), time.thread_time()
                 stepper.take(examples, step)
-            figures["peak"] = torch.cuda.max_memory_allocated()
-        else:
-            figures["peak"] = measure_step(stepper.model, config, examples).peak_bytes
+                _synchronize(device)
+                took.append((time.perf_counter() - before_s, time.thread_time() - before_cpu_s))
+            figures[name], busy_s = min(took[2:])
+            figures.setdefault("busy", busy_s / figures[name])
+    del stepper
+    stepper, examples = _stepping(config, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        for step in range(2):
+            stepper.take(examples, step)
+        figures["peak"] = torch.cuda.max_memory_allocated()
+    else:
+        figures["peak"] = measure_step(stepper.model, config, examples).peak_bytes
     return figures
 
 
-def synchronous_calls(device_type: str) -> str:
+def synchronous_calls(device: torch.device) -> str:
     """Torch's error for a call in a dense step that waits for the device, or "nothing"."""
-    device = torch.device(device_type)
-    with hops_by(staged=dist.get_world_size() > 1, device=device):
-        stepper, examples = _stepping(step_config(dist.get_world_size()), device)
-        for step in range(2):
-            stepper.take(examples, step)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            stepper.take(examples, 2)
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    stepper, examples = _stepping(step_config(dist.get_world_size()), device)
+    for step in range(2):
+        stepper.take(examples, step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stepper.take(examples, 2)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     return "nothing"
 
 
-def nccl_with_itself() -> str:
+def nccl_with_itself(device: torch.device) -> str:
     """An all-reduce, and a hop to the own rank, by NCCL in one process."""
-    device = torch.device("cuda", torch.cuda.current_device())
     x, y = torch.arange(64.0, device=device), torch.empty(64, device=device)
     dist.all_reduce(x)
     operations = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]
@@ -562,9 +557,8 @@ def nccl_with_itself() -> str:
     return "ok" if torch.equal(x, y) else "another value arrived"
 
 
-def another_module(device_type: str) -> str:
+def another_module(device: torch.device) -> str:
     """This rank's error when rank 0 calls another module than the others."""
-    device = torch.device(device_type)
     torch.manual_seed(0)
     layers = nn.ModuleList((nn.Linear(8, 12), nn.Linear(8, 12))).to(device)
     rotate_all(layers, mesh=make_mesh(device.type), min_numel=0)
@@ -577,9 +571,8 @@ def another_module(device_type: str) -> str:
     return _error_of(act)
 
 
-def killed(device_type: str) -> str:
+def killed(device: torch.device) -> str:
     """This rank's error when the last rank is killed in a backward."""
-    device = torch.device(device_type)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).to(device)
     rotate_all(model, mesh=make_mesh(device.type), min_numel=0)
@@ -625,35 +618,33 @@ class _Place:
         self.step = int.from_bytes(state["cursor"], "big")
 
 
-def lora_run(folder: str, killed_in: str, device_type: str, staged: bool) -> str:
+def lora_run(device: torch.device, folder: str, killed_in: str) -> str:
     """A digest of adapters that were trained with a checkpoint after each step, from the latest.
 
     The last rank is killed in the third "step", or in the "save" before it; "" for never.
     """
-    device = torch.device(device_type)
     is_culprit = dist.get_rank() == dist.get_world_size() - 1
-    with hops_by(staged=staged, device=device):
-        model = _rotated("LoRA", device, RotationPolicy(recompute="block"))
-        trainable = [each for each in model.parameters() if each.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=3e-3)
-        place = _Place(kills=is_culprit and killed_in == "save")
-        config = step_config(dist.get_world_size())  # a checkpoint names some model
-        checkpoints = Checkpoints(replace(config, run=replace(config.run, out=folder)))
-        state, saved = TrainState(model, [optimizer], place), Path(folder) / "checkpoints"
-        if any(saved.glob("step-*")):
-            checkpoints.load(state, latest(saved))
-        while place.step < _NUM_LORA_STEPS:
-            loss = model(_part(tokens_of(place.step, device)))
-            if is_culprit and killed_in == "step" and place.step == _KILLED_AT:
-                os.kill(os.getpid(), signal.SIGKILL)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            place.step += 1
-            checkpoints.save(state, place.step)
-        digest = blake2b(digest_size=8)
-        for _, parameter in sorted(model.named_parameters()):
-            digest.update(_whole(parameter.detach()).cpu().numpy().tobytes())
+    model = _rotated("LoRA", device, RotationPolicy(recompute="block"))
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=3e-3)
+    place = _Place(kills=is_culprit and killed_in == "save")
+    config = step_config(dist.get_world_size())  # a checkpoint names some model
+    checkpoints = Checkpoints(replace(config, run=replace(config.run, out=folder)))
+    state, saved = TrainState(model, [optimizer], place), Path(folder) / "checkpoints"
+    if any(saved.glob("step-*")):
+        checkpoints.load(state, latest(saved))
+    while place.step < _NUM_LORA_STEPS:
+        loss = model(_part(tokens_of(place.step, device)))
+        if is_culprit and killed_in == "step" and place.step == _KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        place.step += 1
+        checkpoints.save(state, place.step)
+    digest = blake2b(digest_size=8)
+    for _, parameter in sorted(model.named_parameters()):
+        digest.update(_whole(parameter.detach()).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -120,8 +120,9 @@ class Checker:
         *args: Any,
         nccl: bool = False,
         dying: bool = False,
+        late: str = "",
     ) -> list[Any]:
-        """The result of ``program(*args)`` on each rank of a new process group.
+        """The result of ``program(device, *args)`` on each rank of a new process group.
 
         Args:
             num_ranks: of processes; without ``nccl`` all of one device.
@@ -129,6 +130,7 @@ class Checker:
             args: its arguments.
             nccl: whether each rank has its own device.
             dying: whether ranks may end; their result is None then.
+            late: as `programs.hops_by` has it.
 
         Raises:
             ProgramFailed: a rank raised or ended, or was too late.
@@ -139,7 +141,7 @@ class Checker:
             pipes, processes = [], []
             for rank in range(num_ranks):
                 here, there = context.Pipe(duplex=False)
-                job = _Job(rank, num_ranks, Path(folder) / "store", self.device_type, nccl)
+                job = _Job(rank, num_ranks, f"{folder}/store", self.is_cuda, nccl, late)
                 process = context.Process(
                     target=_serve, args=(there, job, program, args), daemon=True
                 )
@@ -161,29 +163,32 @@ class _Job:
 
     rank: int
     num_ranks: int
-    store: Path
-    device_type: str
+    store: str
+    is_cuda: bool
     nccl: bool
+    late: str
 
 
 def _serve(pipe: Connection, job: _Job, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Be a rank: join the group, run the program, send (succeeded, result or error)."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    device = None
-    if job.device_type == "cuda":
+    device, backend = torch.device("cpu"), "gloo"
+    if job.is_cuda:
         device = torch.device("cuda", job.rank if job.nccl else 0)
+        backend = f"cpu:gloo,cuda:{'nccl' if job.nccl else 'gloo'}"
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if job.nccl else "cpu:gloo,cuda:gloo" if device else "gloo",
+            backend,
             init_method=f"file://{job.store}",
             rank=job.rank,
             world_size=job.num_ranks,
             timeout=timedelta(seconds=_HOP_TIMEOUT_S),
             device_id=device if job.nccl else None,
         )
-        pipe.send((True, program(*args)))
+        with programs.hops_by(device, staged=job.is_cuda and not job.nccl, late=job.late):
+            pipe.send((True, program(device, *args)))
     except Exception as error:
         pipe.send((False, f"{type(error).__name__}: {error}"))
     pipe.close()
@@ -223,31 +228,20 @@ def _versions(check: Checker, row: Row) -> None:
         except PackageNotFoundError:
             row.figures[package] = "not installed"
     row.figures["cores"] = len(os.sched_getaffinity(0))
-    row.figures["memory, GiB"] = round(
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-    )
     if not check.is_cuda:
         row.notes.append("no device of CUDA was asked for")
         return
     row.figures["cuda"] = torch.version.cuda
     row.figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    count = torch.cuda.device_count()
-    for index in range(count):
+    for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         row.figures[f"device {index}"] = (
             f"{torch.cuda.get_device_name(index)}, {free >> 30} of {total >> 30} GiB free"
         )
-    row.figures["peer access"] = [
-        f"{one}-{other}"
-        for one in range(count)
-        for other in range(count)
-        if one != other and torch.cuda.can_device_access_peer(one, other)
-    ]
 
 
 def _kernels(check: Checker, row: Row) -> None:
-    args = check.cases, ("none",), check.device_type, False, "", "cpu"
-    (found,) = check.run(1, programs.ranks_against_one, *args)
+    (found,) = check.run(1, programs.ranks_against_one, check.cases, ("none",), "cpu")
     row.figures |= {"cases": len(found)}
     row.require_small(found, programs.EXACT)
 
@@ -263,8 +257,7 @@ def _compare(
 ) -> None:
     found: dict[str, float] = {}
     for size in sizes:
-        args = check.cases, modes, check.device_type, check.is_cuda and not nccl
-        ranks = check.run(size, programs.ranks_against_one, *args, nccl=nccl)
+        ranks = check.run(size, programs.ranks_against_one, check.cases, modes, nccl=nccl)
         found |= {f"{size} ranks, {name}": value for name, value in _worst(ranks).items()}
     row.figures["cases"] = row.figures.get("cases", 0) + len(found)
     row.require_small(found, programs.EXACT)
@@ -275,8 +268,7 @@ def _compare(
 
 def _sums(check: Checker, row: Row) -> None:
     sizes = (2, 4) if check.quick else (2, 8)
-    device = check.device_type, check.is_cuda
-    few, many = (_worst(check.run(size, programs.rounding, *device)) for size in sizes)
+    few, many = (_worst(check.run(size, programs.rounding)) for size in sizes)
     for name, error in few.items():
         row.figures[f"bfloat16, {name}, {sizes[0]} ranks"] = error
         row.figures[f"bfloat16, {name}, {sizes[1]} ranks"] = many[name]
@@ -284,15 +276,14 @@ def _sums(check: Checker, row: Row) -> None:
         row.require(many[name] <= most, f"{name}: the error grows with the number of ranks")
     cases = check.cases[:1] if check.quick else check.cases
     for late in ("arrivals", "computations"):
-        args = cases, ("block",), check.device_type, True, late
-        found = _worst(check.run(3, programs.ranks_against_one, *args))
+        found = _worst(check.run(3, programs.ranks_against_one, cases, ("block",), late=late))
         row.figures[f"poison, late {late}"] = max(found.values())
         for name, distance in found.items():
             row.require(distance <= programs.EXACT, f"{name}, late {late}: {distance:.1e}")
 
 
 def _dropout(check: Checker, row: Row) -> None:
-    for rank, found in enumerate(check.run(2, programs.masks, check.device_type, check.is_cuda)):
+    for rank, found in enumerate(check.run(2, programs.masks)):
         row.figures |= {
             name: holds and row.figures.get(name, True) for name, holds in found.items()
         }
@@ -313,14 +304,14 @@ def _real_ring(check: Checker, row: Row) -> None:
     else:
         row.notes.append("NCCL: not run on a CPU; the rest by gloo")
     size, nccl = (num_devices, True) if num_devices else (3, False)
-    (figures, *_) = check.run(size, programs.hop_figures, check.device_type, False, nccl=nccl)
+    (figures, *_) = check.run(size, programs.hop_figures, nccl=nccl)
     row.figures["GB/s of a hop"] = round(figures["bytes_per_s"] / 1e9, 2)
-    told = check.run(size, programs.another_module, check.device_type, nccl=nccl, dying=nccl)
+    told = check.run(size, programs.another_module, nccl=nccl, dying=nccl)
     row.figures["another module on one rank"] = told[0] or "a watchdog ended the rank"
     for text in told:
         row.require(nccl or "calls" in text, f"another module on one rank: {text or 'no error'}")
     began_s = time.monotonic()
-    *told, _ = check.run(size, programs.killed, check.device_type, nccl=nccl, dying=True)
+    *told, _ = check.run(size, programs.killed, nccl=nccl, dying=True)
     row.figures["a killed rank, s"] = round(time.monotonic() - began_s, 1)
     for text in told:
         row.require(nccl or bool(text), "a killed rank: another rank went on")
@@ -329,8 +320,8 @@ def _real_ring(check: Checker, row: Row) -> None:
 
 def _cost(check: Checker, row: Row) -> None:
     size = 2
-    hops = check.run(size, programs.hop_figures, check.device_type, check.is_cuda)[0]
-    found = check.run(size, programs.step_figures, check.device_type, check.is_cuda)[0]
+    hops = check.run(size, programs.hop_figures)[0]
+    found = check.run(size, programs.step_figures)[0]
     exposed = max(0.0, 1 - found["s without hops"] / found["s"])
     planned = dry_run(programs.step_config(size), Strategy.GYRE, size).peak_bytes
     error = found["peak"] / planned - 1
@@ -349,7 +340,7 @@ def _cost(check: Checker, row: Row) -> None:
     if not check.is_cuda:
         row.notes.append("calls that wait for a device: not run on a CPU")
     else:
-        (said,) = check.run(1, programs.synchronous_calls, check.device_type)
+        (said,) = check.run(1, programs.synchronous_calls)
         row.figures["waits for the device"] = said
         row.require(said == "nothing", f"a dense step waits for the device: {said}")
     if exposed > 0.1:
@@ -367,7 +358,7 @@ def _resume(check: Checker, row: Row) -> None:
     with tempfile.TemporaryDirectory() as root:
 
         def run(name: str, killed_in: str = "") -> list[Any]:
-            args = str(Path(root) / name), killed_in, check.device_type, check.is_cuda
+            args = str(Path(root) / name), killed_in
             return check.run(2, programs.lora_run, *args, dying=bool(killed_in))
 
         expected = run("whole")
@@ -379,7 +370,7 @@ def _resume(check: Checker, row: Row) -> None:
 
 
 _ROWS: Sequence[tuple[str, Callable[[Checker, Row], None]]] = (
-    ("versions, devices, memory", _versions),
+    ("versions and devices", _versions),
     ("one rank on the device against the CPU, float64", _kernels),
     ("2 and 3 ranks on one device against one process", _parity),
     ("sums in bfloat16; poisoned buffers, late hops", _sums),
