@@ -135,9 +135,15 @@ class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         # FSDP2 allocates by resizing storages, which is no operator
-        self._resizes.append(torch.UntypedStorage.resize_)
-        counting = _counting_resize(self, torch.UntypedStorage.resize_)
-        torch.UntypedStorage.resize_ = counting  # type: ignore[method-assign]
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: Any, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            self._observe("resize", storage)
+            return result
+
+        self._resizes.append(resize)
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -243,17 +249,6 @@ class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live_bytes += delta
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self._changes.append((str(event), storage, delta))
-
-
-def _counting_resize(live: Counters, resize: Callable[..., Any]) -> Callable[..., Any]:
-    """`UntypedStorage.resize_`, counted."""
-
-    def resize_(self: torch.UntypedStorage, nbytes: int) -> Any:
-        result = resize(self, nbytes)
-        live._observe("resize", self)
-        return result
-
-    return resize_
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -101,12 +100,14 @@ def loss_on_first(
     """The mean loss on the first batches of the evaluation's order; collective."""
     settings = config.eval
     parts = config.optimizer.accumulation_steps
-    with (
-        open_loader(config, context, settings.dataset, settings.seed, is_evaluation=True) as loader,
-        in_eval_mode(model),
-    ):
+    with open_loader(
+        config, context, settings.dataset, settings.seed, is_evaluation=True
+    ) as loader:
         batches = islice(loader, settings.batches)
-        return mean_loss(_total(model, loss, batches, collator, context, parts))
+        model.eval()
+        total = _total(model, loss, batches, collator, context, parts)
+        model.train()
+        return mean_loss(total)
 
 
 def mean_loss(total: Tensor) -> float:
@@ -141,14 +142,6 @@ def _total(
     with collective("the loss of an evaluation"):
         dist.all_reduce(total)
     return total
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context without dropout."""
-    model.eval()
-    yield
-    model.train()
 
 
 def _leave_router_loss_out(model: nn.Module) -> None:

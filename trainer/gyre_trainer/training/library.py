@@ -25,14 +25,7 @@ _BY_SCRIPT = (
 
 @dataclass(frozen=True, slots=True)
 class LibraryConfig:
-    """A model of `transformers`, by its folder or by the keys of its configuration.
-
-    Attributes:
-        pretrained: a folder with `config.json`, and with weights to train from; `gyre-train plan`
-            takes the file, too.
-        config: the keys of a `config.json`: `model_type`, and those that have no default.
-        lora: adapters; where there are any, only they are trained.
-    """
+    """A model of `transformers`, by its folder or by the keys of its configuration."""
 
     pretrained: str = ""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -127,26 +120,15 @@ def library_model(model: LibraryConfig) -> nn.Module:
             f"{where}: transformers makes no causal language model of this {kind}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    if _sees_both_sides(built.config):
+    is_masked = type(described) in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
+    causal_key = "causal" if hasattr(described, "causal") else "is_decoder"
+    if is_masked and not getattr(built.config, causal_key, False):
         raise ConfigError(
             f"{where}: a {kind} sees the tokens that it is to predict (masked models are not "
-            f"trained by gyre-train). Set {_causal_key(described)} = true in its configuration, or "
+            f"trained by gyre-train). Set {causal_key} = true in its configuration, or "
             f"{_BY_SCRIPT}."
         )
     return cast("nn.Module", built)
-
-
-def _sees_both_sides(described: Any) -> bool:
-    """Whether the model is one that predicts masked tokens, unless its configuration says else."""
-    # It takes seconds, and only these models need it.
-    from transformers.models.auto import modeling_auto  # noqa: PLC0415
-
-    is_masked = type(described) in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
-    return is_masked and not getattr(described, _causal_key(described), False)
-
-
-def _causal_key(described: Any) -> str:
-    return "causal" if hasattr(described, "causal") else "is_decoder"
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
