@@ -53,7 +53,7 @@ def evaluate(config: TrainConfig, weights: Path, *, as_json: bool) -> None:
         ) as loader:
             require_one_place(loader.state_dict()["cursor"])
             began_s = time.monotonic()
-            total = _total(model, loss_of(model), loader, collator_of(config), context)
+            total = _total(model, loss_of(model), loader, collator_of(config))
             elapsed_s = time.monotonic() - began_s
         if context.rank == 0:
             loss = mean_loss(total)
@@ -105,7 +105,7 @@ def loss_on_first(
     ) as loader:
         batches = islice(loader, settings.batches)
         model.eval()
-        total = _total(model, loss, batches, collator, context, parts)
+        total = _total(model, loss, batches, collator, parts)
         model.train()
         return mean_loss(total)
 
@@ -127,7 +127,6 @@ def _total(
     loss: Loss,
     batches: "Loader | Iterator[Mapping[str, Tensor]]",
     collator: Collator,
-    context: RankContext,
     num_parts: int = 1,
 ) -> Tensor:
     """The loss summed over all ranks' targets, their number, and that of samples; float64."""
