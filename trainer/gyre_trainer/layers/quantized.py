@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -44,18 +44,6 @@ _NF4 = (
 )
 
 
-class Encoding(NamedTuple):
-    """How codes are decoded.
-
-    Attributes:
-        to: the format.
-        levels: the 16 values of "nf4"; those of torchao are rounded to four digits.
-    """
-
-    to: Format
-    levels: tuple[float, ...] = _NF4
-
-
 def encode(weight: Tensor, to: Format) -> tuple[Tensor, Tensor]:
     """Codes [R, bytes of a row] in uint8, and scales [R, scales of a row] in float32.
 
@@ -76,17 +64,11 @@ def encode(weight: Tensor, to: Format) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] * 16 + codes[:, 1::2]).to(torch.uint8), scales
 
 
-def decode(
-    codes: Tensor,
-    scales: Tensor,
-    num_columns: int,
-    to: Format,
-    levels_of_nf4: tuple[float, ...] = _NF4,
-) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, num_columns: int, to: Format) -> Tensor:
     """The weights, [R, num_columns] in float32."""
     if to == "int8":
         return codes.view(torch.int8) * scales
-    levels = torch.tensor(levels_of_nf4, device=codes.device)
+    levels = torch.tensor(_NF4, device=codes.device)
     pairs = torch.stack((codes >> 4, codes & 15), dim=2).int()
     blocks: Tensor = levels[pairs].view(*scales.shape, BLOCK) * scales.unsqueeze(2)
     return blocks.flatten(1)[:, :num_columns]
@@ -187,7 +169,6 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
     if not weight.isfinite().all():
         raise RotationError(f"{path}.weight is not finite; load or make weights before quantizing")
     codes, scales = encode(weight, to)
-    encoding = Encoding(to)
     bias = [] if layer.bias is None else [("bias", local_of(layer.bias))]
     plain = module.rotation
     sharded = QuantizedShards(plain.sharded, [*bias, (SCALE, scales), ("weight", codes)])
@@ -195,9 +176,7 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
         parameters_of(layer)[cut.name] = parameter
     module.rotation = replace(
         plain,
-        forward=partial(
-            _forward, layer, encoding, None if layer.bias is None else layer.bias.dtype
-        ),
+        forward=partial(_forward, layer, to, None if layer.bias is None else layer.bias.dtype),
         rule=QuantizedLinearRule(),
         layout=sharded.layout,
         sharded=sharded,
@@ -211,15 +190,13 @@ class QuantizedLinearRule(LinearRule):
     divisible = False
 
 
-def _forward(
-    layer: nn.Module, encoding: Encoding, bias_dtype: torch.dtype | None, x: Tensor
-) -> Tensor:
+def _forward(layer: nn.Module, to: Format, bias_dtype: torch.dtype | None, x: Tensor) -> Tensor:
     """The features of the rows that stand in the layer now."""
     codes, scales = parameter_at(layer, "weight"), parameter_at(layer, SCALE)
     bias = None
     if bias_dtype is not None:
         bias = typed(parameter_at(layer, "bias"), bias_dtype).flatten().to(x.dtype)
-    output: Tensor = _DecodedLinear.apply(x, codes, scales, bias, encoding)  # type: ignore[no-untyped-call]
+    output: Tensor = _DecodedLinear.apply(x, codes, scales, bias, to)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -228,10 +205,10 @@ class _DecodedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, encoding: Encoding
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, to: Format
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.encoding, ctx.num_columns = encoding, x.shape[-1]
+        ctx.to, ctx.num_columns = to, x.shape[-1]
         return F.linear(x, _decoded(ctx, codes, scales, x.dtype), bias)
 
     @staticmethod
@@ -244,7 +221,7 @@ class _DecodedLinear(torch.autograd.Function):
 
 def _decoded(ctx: Any, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     scales = typed(scales, torch.float32)
-    return decode(codes, scales, ctx.num_columns, *ctx.encoding).to(dtype)
+    return decode(codes, scales, ctx.num_columns, ctx.to).to(dtype)
 
 
 def encode_layers(model: nn.Module, to: Format, keep: Collection[str]) -> list[str]:
