@@ -32,5 +32,5 @@ def test_a_mesh_of_a_part_of_the_ranks_is_refused(ranks: StartRanks) -> None:
     for words in ranks(2).run(refused_and_trained):
         for told in words:
             assert told.startswith("the mesh has 1 of 2 ranks")
-            assert "make_mesh(device_type, replicate=2, rotate=1)" in told
+            assert "make_mesh(device_type, replicate=2)" in told
             assert "independent=True" in told

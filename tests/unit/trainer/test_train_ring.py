@@ -173,7 +173,7 @@ def test_numbers_of_a_cpu_are_compared_at_once() -> None:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("num_ranks", "rings"), [(2, ""), (1, ", replicate=3, rotate=1")])
+@pytest.mark.parametrize(("num_ranks", "rings"), [(2, ""), (1, ", replicate=3")])
 def test_a_ring_of_a_part_of_the_ranks_is_told_a_mesh_that_can_be_made(
     num_ranks: int, rings: str
 ) -> None:

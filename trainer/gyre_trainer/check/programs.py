@@ -474,7 +474,7 @@ def _us_of_hops(device: torch.device, numel: int, num_hops: int) -> tuple[float,
     return 1e6 * elapsed_s / num_hops, 1e6 * in_start_s / num_hops
 
 
-def step_config(num_ranks: int, recompute: Recompute = "block") -> TrainConfig:
+def step_config(num_ranks: int) -> TrainConfig:
     """A GPT large enough to plan, and small enough for seconds."""
     return build(
         TrainConfig,
@@ -485,7 +485,7 @@ def step_config(num_ranks: int, recompute: Recompute = "block") -> TrainConfig:
                 "vocab_size": 2_000, "num_layers": 4, "dim": 192, "num_heads": 6,
                 "num_kv_heads": 6, "hidden_dim": 512, "max_seq_len": 128,
             },
-            "memory": {"min_numel": 0, "recompute": recompute},
+            "memory": {"min_numel": 0, "recompute": "block"},
             "precision": {"compute_dtype": "float32", "grad_dtype": "float32"},
         },
     )  # fmt: skip

@@ -12,7 +12,7 @@ REPLICATE_AXIS, ROTATE_AXIS = "replicate", "rotate"
 _UNNAMED = WeakIdKeyDictionary()  # by the mesh itself: equal ones may have other process groups
 
 
-def make_mesh(device_type: str, *, replicate: int = 1, rotate: int | None = None) -> DeviceMesh:
+def make_mesh(device_type: str, *, replicate: int = 1) -> DeviceMesh:
     """A mesh over all ranks of the default process group.
 
     Its axis `rotate` is the ring. With more than one replica it has the axis `replicate` before
@@ -22,11 +22,10 @@ def make_mesh(device_type: str, *, replicate: int = 1, rotate: int | None = None
     Args:
         device_type: the device of the parameters, "cpu" or "cuda". On "cuda", call
             `torch.cuda.set_device` first.
-        replicate: the number of rings.
-        rotate: the number of ranks on each; None for all ranks over the number of rings.
+        replicate: the number of rings, which divides that of the ranks.
 
     Raises:
-        MeshError: the default process group does not exist yet, or has another number of ranks.
+        MeshError: the default process group does not exist yet, or cannot be divided so.
 
     Example:
         torch.distributed.init_process_group("gloo")  # torchrun sets RANK and WORLD_SIZE
@@ -39,16 +38,15 @@ def make_mesh(device_type: str, *, replicate: int = 1, rotate: int | None = None
             "(torchrun sets its variables)"
         )
     num_ranks = dist.get_world_size()
-    size = num_ranks // max(1, replicate) if rotate is None else rotate
-    if min(replicate, size) < 1 or replicate * size != num_ranks:
+    if replicate < 1 or num_ranks % replicate:
         raise MeshError(
-            f"there are {num_ranks} ranks, but make_mesh(replicate={replicate}, rotate={rotate}) "
-            "needs their product to be that number"
+            f"there are {num_ranks} ranks, which make_mesh(replicate={replicate}) cannot divide "
+            "into rings of as many ranks"
         )
     if replicate == 1:
-        return init_device_mesh(device_type, (size,), mesh_dim_names=(ROTATE_AXIS,))
-    names = REPLICATE_AXIS, ROTATE_AXIS
-    return init_device_mesh(device_type, (replicate, size), mesh_dim_names=names)
+        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=(ROTATE_AXIS,))
+    shape, names = (replicate, num_ranks // replicate), (REPLICATE_AXIS, ROTATE_AXIS)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def require_ring(mesh: DeviceMesh) -> None:

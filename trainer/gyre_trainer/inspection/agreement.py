@@ -152,7 +152,7 @@ def require_all_ranks(mesh: DeviceMesh, *, independent: bool) -> None:
     num_ranks, size = dist.get_world_size(), mesh.size()
     if independent or size == num_ranks:
         return
-    rings = "" if num_ranks % size else f", replicate={num_ranks // size}, rotate={size}"
+    rings = "" if num_ranks % size else f", replicate={num_ranks // size}"
     raise RotationError(
         f"the mesh has {size} of {num_ranks} ranks, and nothing averages its gradients with those "
         f"of the others. Make one mesh of all ranks, such as make_mesh(device_type{rings}). Where "
