@@ -22,7 +22,7 @@ from gyre_protos.text import printable
 
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError, RingError, TrainError
-from gyre_trainer.training.launcher import FailurePipe, Launcher, explained, require_rank
+from gyre_trainer.training.launcher import FailurePipe, Launcher, explained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _require_rank(options: argparse.Namespace) -> None:
-    require_rank(os.environ)
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name, "").strip():
+            raise ConfigError(
+                f"RANK is set, but {name} is not; start the ranks with torchrun, or unset RANK and "
+                "use --nproc"
+            )
     if options.nproc > 1:
         raise ConfigError(
             f"--nproc is {options.nproc}, but this process is one rank already: RANK is set; "

@@ -2,9 +2,9 @@
 """The baselines of rotation: the same model under FSDP2 and under data parallelism."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -166,16 +166,9 @@ def sub_blocks(block: nn.Module) -> list[nn.Module]:
     return [part for part in parts if any(each.ndim > 1 for each in part.parameters())]
 
 
-@dataclass(slots=True)
-class _Averaging:
-    """Whether backward leaves each rank its own gradients; `no_sync` finds and sets it."""
-
-    postponed: bool = False
-
-
 def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors."""
-    averaging = _Averaging()
+    averaging = SimpleNamespace(postponed=False)  # `no_sync` finds it at the model, and sets it
     bucket: list[nn.Parameter] = []
     for parameter in reversed([each for each in model.parameters() if each.requires_grad]):
         bucket.append(parameter)
@@ -184,7 +177,7 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             bucket = []
     if bucket:
         _Bucket(bucket, mesh, averaging)
-    model.grad_averaging = averaging  # type: ignore[assignment]  # where `no_sync` finds it
+    model.grad_averaging = averaging  # type: ignore[assignment]
     return model
 
 
@@ -195,7 +188,7 @@ class _Bucket:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: _Averaging
+        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: SimpleNamespace
     ) -> None:
         self._group = mesh.get_group()
         self._averaging = averaging

@@ -262,12 +262,12 @@ class StepStats:
         """Add a step of this rank.
 
         Args:
-            loss_sum: a scalar on any device, summed over this rank's targets; this call does not
-                wait for it.
-            times: the times of this step on this rank.
-            num_targets: the number of targets that the sum is over.
-            batch: the loader's batch, on any device, of equal size on every rank.
-            epoch: the epoch in which the step begins, the same on every rank.
+            loss_sum: a scalar on any device, over ``num_targets`` targets of this rank; this call
+                does not wait for it.
+            times: of this rank.
+            num_targets: see ``loss_sum``.
+            batch: on any device, of equal size on every rank.
+            epoch: in which the step begins, the same on every rank.
         """
         self._epochs.append(epoch)
         self._losses.append(loss_sum.detach().double())

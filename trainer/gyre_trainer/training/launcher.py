@@ -22,7 +22,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -33,8 +33,6 @@ from types import FrameType
 
 from gyre_protos.program import die_with
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from gyre_trainer.errors import ConfigError
 
 # How long a rank may take to end after SIGTERM before it is killed. A shorter time would cut off
 # tracebacks and open files on a busy machine; a longer one makes every failed job end later.
@@ -226,20 +224,6 @@ def _signals_to(handler: "signal._HANDLER") -> Iterator[None]:
             signal.signal(signum, old)
 
 
-def require_rank(environment: Mapping[str, str]) -> None:
-    """Check that the variables of one rank are there, before torch reads them.
-
-    Raises:
-        ConfigError: a variable is missing.
-    """
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not environment.get(name, "").strip():
-            raise ConfigError(
-                f"RANK is set, but {name} is not; start the ranks with torchrun, or unset RANK and "
-                "use --nproc"
-            )
-
-
 _TORCH_WORDS = ("can't allocate memory", "out of memory", "not enough memory")
 
 
@@ -252,6 +236,6 @@ def explained(error: BaseException) -> str:
     told = textwrap.shorten(str(error) or type(error).__name__, 200)
     return (
         f"memory ran out: {told}; use more ranks, make `data.batch_size` or `data.sequence_length` "
-        "smaller or `optimizer.accumulation_steps` larger, or set `memory.recompute = \"layer\"`; "
+        'smaller or `optimizer.accumulation_steps` larger, or set `memory.recompute = "layer"`; '
         "`gyre-train plan CONFIG` shows what a step needs"
     )

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -246,7 +246,6 @@ class Progress:
         self._stream = stream
         self._clock_s = clock_s
         self._shown_at_s = float("-inf")
-        self._is_gone = False
 
     def show(self, records: Sequence[StepRecord]) -> None:
         """Show a line about these records, unless the last one was a moment ago.
@@ -260,12 +259,9 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Write a line, unless nobody reads any more: a run does not end with its terminal."""
-        if not self._is_gone:
-            try:
-                self._stream.write(text + "\n")
-                self._stream.flush()
-            except OSError:
-                self._is_gone = True
+        with suppress(OSError):
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
 
 def describe(records: Sequence[StepRecord], num_steps: int) -> str:
