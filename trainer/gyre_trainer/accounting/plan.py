@@ -57,7 +57,7 @@ def modules_of(config: TrainConfig, num_ranks: int) -> Modules:
         plan = plan_of(model)
     return Modules(
         table([["module", "rule", "bytes", "per rank"], *_rows(plan.entries)], num_texts=2),
-        tuple(plan.layer_lines(counts=False)),
+        tuple(plan.layer_lines()),
         sum(entry.num_trainable for entry in plan.entries),
         min(_cut_dims(model), default=(0, "")),
     )

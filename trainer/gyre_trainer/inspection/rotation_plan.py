@@ -137,16 +137,13 @@ class RotationPlan:
             ]
         )
 
-    def layer_lines(self, *, counts: bool = True) -> Iterator[str]:
-        """A line for each class that rotates layer by layer: why, at which cost, and what to do.
-
-        ``counts`` is whether it tells how many modules there are.
-        """
+    def layer_lines(self) -> Iterator[str]:
+        """A line for each class that rotates layer by layer: why, at which cost, and what to do."""
         classes: dict[tuple[str, ...], list[LayerByLayer]] = {}
         for each in self.layer_by_layer:
             classes.setdefault((each.module_class, each.reason, each.rule), []).append(each)
         for (name, reason, rule), modules in classes.items():
-            more = f" and {len(modules) - 1} more" if counts and len(modules) > 1 else ""
+            more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
             line = (
                 f"{name}: rotates layer by layer, because {reason}: "
                 f"{modules[0].path or '(model)'}{more}; each rank keeps all "
