@@ -18,13 +18,7 @@ _RUN_ID = "wandb-run"  # the file in the run directory that names the run
 
 @dataclass(frozen=True, slots=True)
 class BoardsConfig:
-    """Where figures are drawn.
-
-    Attributes:
-        tensorboard: whether event files are written, where the library is installed.
-        wandb_project: the project of Weights & Biases; "" for none. Its own environment variables,
-            such as WANDB_MODE=offline, hold.
-    """
+    """Where figures are drawn; `wandb_project` is "" for none."""
 
     tensorboard: bool = True
     wandb_project: str = ""

@@ -1,7 +1,7 @@
 """The configuration of a training run: a dataclass per section of the TOML file.
 
-All of it is checked before anything starts. Types and ranges stand in the annotations, and msgspec
-checks them; docs/adr/0031 says how and why.
+docs/training.md describes each key. All of it is checked before anything starts. Types and ranges
+stand in the annotations, and msgspec checks them; docs/adr/0031 says how and why.
 """
 
 import dataclasses
@@ -46,21 +46,7 @@ _SECRET = ("data.options",)
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """The run directory, the run's length, and how its ranks run.
-
-    Attributes:
-        out: the run directory; checkpoints, history and report are written there.
-        steps: optimizer steps of the whole run, those before a resume included.
-        device: `auto` takes CUDA where every local rank has a device of its own, else the CPU.
-        threads: threads of one rank's operators on the CPU; 0 shares the machine's cores among its
-            ranks.
-        log_every: steps between two writes to history, boards and progress; each write costs
-            one small collective.
-        seed: the seed of the initial weights, and of dropout in each step.
-        replicas: rings of ranks; each ring has all parameters, and all have as many ranks.
-        timeout_s: the job ends when a rank has waited for another for longer than this, in one hop
-            or collective.
-    """
+    """The run directory, the run's length, and how its ranks run."""
 
     out: Text
     steps: AtLeast1
@@ -74,26 +60,7 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """The dataset, and the order of its samples.
-
-    Attributes:
-        dataset: a name that the daemon knows; with `format`, a path or URI.
-        address: the daemon's address; "" takes GYRE_ADDRESS or, where `format` is set, a private
-            daemon that the first rank of each machine starts for the machine's ranks.
-        format: of token ids or text, such as tokens; makes `dataset` a path or URI instead of a
-            name.
-        options: the other keys that such a dataset has in the daemon's configuration.
-        field: the tensor of a sample that holds its tokens, or its text as bytes.
-        batch_size: samples in a global batch, over all ranks, for one optimizer step.
-        sequence_length: targets per sample; a sample is one token longer.
-        seed: the seed of the global shuffle.
-        tail: the fate of the last samples of an epoch that do not fill a global batch.
-        prefetch_batches: the window of each rank, as in `gyre_client.Loader`; 0 for the default.
-        skip_steps: steps of the data's order that are left out: [A, B] for A to before B. Steps of
-            the run are counted without them.
-        weights: of a mixture's sources, from where the run begins or resumes; if empty, those of
-            the checkpoint or of the mixture's definition.
-    """
+    """The dataset, and the order of its samples."""
 
     dataset: Text
     batch_size: AtLeast1
@@ -111,15 +78,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig:
-    """The dtypes on the ring; parameter shards and optimizer state are always float32.
-
-    Attributes:
-        compute_dtype: the dtype of activations and of the parameter shards that travel; `auto` is
-            bfloat16 where the run computes on CUDA, else float32. A configuration that was read has
-            one of these.
-        grad_dtype: the dtype of gradients on the ring.
-        tf32: whether CUDA rounds the factors of float32 products to TF32.
-    """
+    """The dtypes on the ring. Once read, `compute_dtype` is float32 or bfloat16."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     grad_dtype: DType = "float32"
@@ -128,14 +87,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """Memory that a rank can save.
-
-    Attributes:
-        recompute: what backward computes again: "none"; or "block", each norm and the attention or
-            MLP after it, from the input of the norm; or "layer", whole layers, from their inputs.
-        min_numel: a module whose largest parameter has fewer elements is replicated on every rank;
-            None for 262,144 (1 MiB in float32), 0 for none. Frozen weights in few bits take 0.
-    """
+    """Memory that a rank can save; `min_numel` is None for the default of `rotate_all`."""
 
     recompute: Literal["none", "block", "layer"] = "none"
     min_numel: AtLeast0 | None = None
@@ -143,25 +95,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """The optimizer and its learning rates.
-
-    Attributes:
-        name: `adamw`; `adamw-8bit`, whose moments take a byte for each entry; `adafactor`, which
-            keeps one number for each row and column; or `muon` for the matrices inside blocks, and
-            AdamW for all else. All take `lr` and `weight_decay`.
-        stochastic_rounding: whether parameters rest in bfloat16 and each update is rounded up or
-            down by chance; not of `muon`.
-        lr: the peak learning rate, reached after the warm-up.
-        min_lr: the learning rate of the last step, except of the constant schedule.
-        warmup_steps: steps from 0 to `lr`.
-        schedule: how the rate goes on after the warm-up.
-        decay_steps: the last steps, in which the rate falls; of `warmup-stable-decay` alone.
-        betas: decay of the first and second moment of AdamW.
-        eps: epsilon of AdamW.
-        weight_decay: for parameters with two or more dims.
-        clip_norm: the global norm that gradients are clipped to; 0 for no clipping.
-        accumulation_steps: parts of a rank's share of the batch, computed one after the other.
-    """
+    """The optimizer and its learning rates."""
 
     name: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = "adamw"
     stochastic_rounding: bool = False
@@ -201,12 +135,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """When a run is saved.
-
-    Attributes:
-        every: steps between two checkpoints; one more is written at the end. 0 for none.
-        keep: how many of the newest checkpoints stay on disk.
-    """
+    """When a run is saved."""
 
     every: AtLeast0 = 100
     keep: AtLeast1 = 2
@@ -214,14 +143,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """Evaluation, on the same batches every time.
-
-    Attributes:
-        dataset: as `data.dataset`; it may be the same one.
-        every: steps between two evaluations; 0 for none.
-        batches: global batches of `data.batch_size` samples in one evaluation.
-        seed: the seed of the order whose first batches are used.
-    """
+    """Evaluation, on the same batches every time."""
 
     dataset: str = ""
     every: AtLeast0 = 0

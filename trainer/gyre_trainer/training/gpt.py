@@ -23,24 +23,7 @@ _INIT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """The shape of a GPT.
-
-    Attributes:
-        vocab_size: the number of tokens; ids are in [0, vocab_size).
-        num_layers: the number of blocks.
-        dim: channels of the residual stream; each of the `num_heads` heads has dim / num_heads, an
-            even number.
-        num_heads: query heads.
-        num_kv_heads: a divisor of `num_heads`; equal to it for ordinary multi-head attention.
-        hidden_dim: width inside the MLP.
-        max_seq_len: the most tokens that a forward takes.
-        rope_theta: base of the rotary frequencies, at least 1.
-        tie_embeddings: whether the head's weight is the embedding's.
-        gated_mlp: silu(gate) · up instead of gelu(up).
-        norm: RMSNorm or LayerNorm.
-        bias: whether the linear layers of attention and MLP have one.
-        inside_documents: whether tokens of packed rows see those of their own document alone.
-    """
+    """The shape of a GPT; docs/training.md describes each key."""
 
     vocab_size: AtLeast1
     num_layers: NumLayers

@@ -16,17 +16,7 @@ _ADAPTER = "default"  # as peft calls the only one
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Low-rank adapters (Hu et al. 2021); peft's words and defaults.
-
-    Attributes:
-        rank: R of the two matrices [R, D_in] and [D_out, R]; 0 for no adapters.
-        alpha: their product is scaled by alpha / rank.
-        dropout: of their input.
-        targets: the last parts of the names of linear layers that get adapters, such as
-            "q_proj"; none for peft's choice for the family.
-        frozen: how frozen matrices rest: in float32 or bfloat16; or linear layers in int8 or nf4,
-            in which they travel, too. Adapters are float32.
-    """
+    """Low-rank adapters (Hu et al. 2021), in peft's words and defaults; rank 0 is for none."""
 
     rank: AtLeast0 = 0
     alpha: Annotated[float, Meta(gt=0)] = 8.0
