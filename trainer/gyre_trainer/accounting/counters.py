@@ -143,7 +143,7 @@ class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         self._resizes.append(resize)
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

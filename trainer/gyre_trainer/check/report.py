@@ -228,16 +228,26 @@ def _versions(check: Checker, row: Row) -> None:
         except PackageNotFoundError:
             row.figures[package] = "not installed"
     row.figures["cores"] = len(os.sched_getaffinity(0))
+    row.figures["memory, GiB"] = round(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+    )
     if not check.is_cuda:
         row.notes.append("no device of CUDA was asked for")
         return
     row.figures["cuda"] = torch.version.cuda
     row.figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    for index in range(torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         row.figures[f"device {index}"] = (
             f"{torch.cuda.get_device_name(index)}, {free >> 30} of {total >> 30} GiB free"
         )
+    row.figures["peer access"] = [
+        f"{one}-{other}"
+        for one in range(count)
+        for other in range(count)
+        if one != other and torch.cuda.can_device_access_peer(one, other)
+    ]
 
 
 def _kernels(check: Checker, row: Row) -> None:
@@ -370,7 +380,7 @@ def _resume(check: Checker, row: Row) -> None:
 
 
 _ROWS: Sequence[tuple[str, Callable[[Checker, Row], None]]] = (
-    ("versions and devices", _versions),
+    ("versions, devices, memory", _versions),
     ("one rank on the device against the CPU, float64", _kernels),
     ("2 and 3 ranks on one device against one process", _parity),
     ("sums in bfloat16; poisoned buffers, late hops", _sums),

@@ -70,11 +70,6 @@ class Examples:
         there = (None if each is None else moved(each, device) for each in self._tensors())
         return Examples(*there)  # type: ignore[arg-type]
 
-    def shortened(self, num_tokens: int) -> "Examples":
-        """The first ``num_tokens`` of the inputs and of the targets of each row."""
-        cut = (None if each is None else each[:, :num_tokens] for each in self._tensors())
-        return Examples(*cut)  # type: ignore[arg-type]
-
     def counting_rows(self, is_sample: Tensor) -> "Examples":
         """The same without a loss for samples [B] that only fill up the last batch of an epoch."""
         rows = is_sample.to(self.targets.device)[:, None].expand_as(self.targets)

@@ -208,8 +208,8 @@ class TrainConfig:
         if self.data.batch_size % parts:
             times = f" times {num_steps} accumulation steps" if num_steps > 1 else ""
             raise ConfigError(
-                f"`data.batch_size` is {self.data.batch_size}; it must be a multiple of {parts}, the "
-                f"number of ranks{times}"
+                f"`data.batch_size` is {self.data.batch_size}; it must be a multiple of {parts}, "
+                f"the number of ranks{times}"
             )
 
 

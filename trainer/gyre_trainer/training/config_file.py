@@ -94,7 +94,9 @@ def make_folder(folder: Path, key: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"`{key}` is {folder}: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"`{key}` is {folder}: {error.strerror}; choose another folder"
+        ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"`{key}` is {folder}, which cannot be written to; choose another folder")
 

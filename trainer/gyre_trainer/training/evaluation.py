@@ -73,7 +73,10 @@ def evaluate(config: TrainConfig, weights: Path, *, as_json: bool) -> None:
 
 def _told(found: Mapping[str, Any]) -> str:
     """One line for people."""
-    tokens, samples = counted(found["tokens"], "token", ","), counted(found["samples"], "sample", ",")
+    tokens, samples = (
+        counted(found["tokens"], "token", ","),
+        counted(found["samples"], "sample", ","),
+    )
     return (
         f"{found['weights']}: loss {found['loss']:.6f}, perplexity {found['perplexity']:.6g}, over "
         f"{tokens} in {samples} of {found['dataset']}"

@@ -274,8 +274,8 @@ def describe(records: Sequence[StepRecord], num_steps: int) -> str:
     left_s = elapsed_s / len(records) * (num_steps - last.step - 1)
     return (
         f"step {last.step + 1:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  lr "
-        f"{last.lr:.2e}  "
-        f"{tokens_per_s:,.0f} tokens/s  data wait {wait_share:.1%}  left {timedelta(seconds=round(left_s))}"
+        f"{last.lr:.2e}  {tokens_per_s:,.0f} tokens/s  data wait {wait_share:.1%}  "
+        f"left {timedelta(seconds=round(left_s))}"
     )
 
 
