@@ -21,7 +21,7 @@ def _run() -> int:
         return health.main(sys.argv[2:])
     if warning := foreign_command():
         print(f"gyred: {warning}", file=sys.stderr)
-    gc.disable()  # passes over what is imported, which stays, are an eighth of the imports' time
+    gc.disable()  # passes over imports, which stay, are an eighth of the imports' time
     try:
         from gyre_daemon import cli  # noqa: PLC0415  # only the extra brings its imports
     except ModuleNotFoundError as error:

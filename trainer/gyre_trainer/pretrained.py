@@ -92,7 +92,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
             read_targets(targets, stored, path)
 
 
-# Settings of LoRA that change what its weights compute, but neither their names nor their shapes.
+# Settings of LoRA that change the results of its weights, but neither their names nor their shapes.
 _COMPUTED_BY = ("lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights")
 
 

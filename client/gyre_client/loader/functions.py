@@ -390,7 +390,7 @@ class _Digest:
         """Returns the source text; where there is none, the code."""
         code = getattr(value, "__code__", None)
         try:
-            # of a function, that of its own code: not of one that it wraps
+            # of a function, that of its own code: not of the one inside
             lines, first = inspect.getsourcelines(code or value)
         except (OSError, TypeError):
             return _text_of_code(code) if code else ""

@@ -232,7 +232,7 @@ class WebdatasetWriter(Writer):
                 kind = "npy"
             self._members.append((name if is_read_as_such else f"{name}.{kind}", column))
         names = [name for name, _ in self._members]
-        # ShardWriter leaves out what begins with an underscore
+        # ShardWriter leaves out names that begin with an underscore
         if len(set(names)) < len(names) or any("/" in name or name[0] == "_" for name in names):
             raise InvalidRequest(
                 f"tar shards cannot have members with the extensions {', '.join(names)}; rename "

@@ -151,7 +151,7 @@ class RunChain:
         return wish.record
 
     async def _make_all(self, flow: Flow, seed: int) -> None:
-        await asyncio.sleep(0)  # until all that is ready to ask has asked
+        await asyncio.sleep(0)  # until all who are ready have asked
         wishes = sorted(self._wishes.pop((flow, seed)), key=lambda wish: wish.claims.first[1])
         together = range(0, len(wishes), self._most)
         await asyncio.gather(

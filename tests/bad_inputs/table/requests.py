@@ -352,7 +352,7 @@ STREAMS: list[tuple[str, list[pb.StreamRequest], tuple[str, str], str]] = [
         "is not open",
     ),
 ]
-# After a good `attach` of a session of its own.
+# After a good `attach` of another session.
 ATTACHED: list[tuple[str, pb.StreamRequest, tuple[str, str], str]] = [
     ("second attach", message(attach=pb.Attach(session_id="x")), INVALID, "must be `credit`"),
     ("empty event", pb.StreamRequest(), INVALID, "must be `credit`"),

@@ -240,7 +240,7 @@ def test_nested_columns_are_json(name: str) -> None:
     ]
     rows += [dict.fromkeys(NESTED), rows[1]]
     table = pa.table({each: pa.array([row[each] for row in rows], NESTED[each]) for each in NESTED})
-    # what lies in a slice, and in several pieces
+    # a slice, and several pieces
     table = pa.concat_tables([table.slice(2), table.slice(0, 3)])
     if name == "parquet":
         shard = parquet(table, row_group_size=2)

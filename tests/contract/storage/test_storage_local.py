@@ -108,7 +108,7 @@ class TestLocal(StorageContract):
             await storage.read(targets.reads())
             return num_descriptors()
 
-        gc.collect()  # what earlier tests left
+        gc.collect()  # files of earlier tests
         before = num_descriptors()
         assert run(read()) >= before + 20
         deadline = time.monotonic() + 120

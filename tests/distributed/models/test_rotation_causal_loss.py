@@ -157,7 +157,7 @@ def large_tensors(family: str) -> tuple[int, int]:
     model = rotated(family, vocab_size=NUM_CLASSES)
     batch = {"input_ids": rows, "labels": labels}
     train = loss_of(model)
-    torch.autograd.backward(causal_loss(model, batch))  # what happens once
+    torch.autograd.backward(causal_loss(model, batch))  # once
     with Large(rows.numel() * NUM_CLASSES) as large:
         torch.autograd.backward(causal_loss(model, batch))
         if family != "T5":

@@ -65,7 +65,7 @@ def test_memory_that_could_end_this_process(
             stub.side_path.unlink()
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    # gRPC opens some descriptors of its own at first use, and keeps them.
+    # gRPC opens some descriptors at first use, and keeps them.
     before = num_descriptors_after(num_tries=1)
     assert num_descriptors_after(num_tries=5) < before + 5
 

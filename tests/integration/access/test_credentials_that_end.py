@@ -22,7 +22,7 @@ from tests.waiting import until
 
 DEADLINE_S = 120.0
 SECOND_TOKEN = "s" * 32
-# How long a credential is valid. A machine that is so busy that nothing can be opened in this time
+# How long a credential is valid. A machine so busy that nothing can be opened in this time
 # gets the next one.
 VALID_S = (6.0, 30.0, 90.0)
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED

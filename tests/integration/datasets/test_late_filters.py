@@ -152,7 +152,7 @@ def test_index_reads_columns_and_says_how_far_it_is(
     read = {"num_shards": 2, "num_reused": 0}
     assert json.loads(text)["columns"] == {"lang": read, "score": read}
     assert events("column read") == 4
-    assert len(ids(daemon.address, "plain")) == N // 4 - 4  # what was read is not read again
+    assert len(ids(daemon.address, "plain")) == N // 4 - 4  # nothing is read twice
     assert events("column read") == 4
     half = pa.Table.from_pylist(ROWS[N // 2 :])
     pq.write_table(half, folder / "new", row_group_size=5)

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 BYTES = Field(np.dtype(np.uint8), (None,))
 IMAGE = Field(np.dtype(np.uint8), (None, None, 3), is_whole=True)
 HEIGHT, WIDTH = 60, 84
-# None lies over another, so that each has all of its pixels.
+# None covers another, so that each has all of its pixels.
 CORNERS = [[2, 3, 20, 31], [30, 0, 84, 12], [25, 40, 26, 60], [40, 20, 70, 50], [0, 50, 9, 60]]
 
 

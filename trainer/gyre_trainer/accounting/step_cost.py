@@ -308,7 +308,7 @@ def on_fake_ranks(num_ranks: int, values: RealIntegers | None = None) -> Iterato
         dist.destroy_process_group()
 
 
-# A process has about 300 MB of its own; more processes than jobs of a plan would do nothing.
+# A process takes about 300 MB; more processes than jobs of a plan would do nothing.
 _MAX_PROCESSES = 8
 
 

@@ -138,7 +138,7 @@ class _Matrix:
         adjusted = _adjust_lr(rate, self.options["adjust_lr_fn"], self.whole.shape)
         local.mul_(1 - rate * self.options["weight_decay"])
         local.add_(update, alpha=-adjusted)
-        torch.autograd.graph.increment_version(self.whole)  # `local` has one of its own
+        torch.autograd.graph.increment_version(self.whole)  # `local` has another
 
 
 def _step_together(matrices: Sequence[_Matrix | None], group: dist.ProcessGroup) -> None:

@@ -229,7 +229,7 @@ BLOCKS_SUFFIX, DIGESTS_SUFFIX = ".blocks", ".digests"
 
 _KEEP_SIZE_AND_PUNCH = 1 | 2
 _DIGEST_BYTES = 16
-_NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that is not stored
+_NO_DIGEST = bytes(_DIGEST_BYTES)  # of a missing block
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -368,7 +368,7 @@ class Mirror:
             self._record(block, _NO_DIGEST)
 
     def _record(self, block: int, digest: bytes) -> None:
-        """Write a digest; one that is written in part belongs to no block."""
+        """Write a digest; a part of one belongs to no block."""
         if os.pwrite(self._digests, digest, block * _DIGEST_BYTES) != _DIGEST_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

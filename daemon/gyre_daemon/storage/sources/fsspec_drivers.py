@@ -418,7 +418,7 @@ class AwaitedRequest:
 
     def cancel(self) -> None:
         """See `SentRequest.cancel`."""
-        self._is_cancelled = True  # a future that is done cannot be cancelled
+        self._is_cancelled = True  # a finished future cannot be cancelled
         self._response.cancel()
 
     def when_free(self, free: Callable[[], None]) -> None:

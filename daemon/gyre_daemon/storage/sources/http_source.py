@@ -41,7 +41,7 @@ from gyre_daemon.storage.sources.plain_http import ConnectionBudget, HttpGet, Pl
 
 KEY = "redirect_hosts"
 ANY_HOST = "*"
-# A chain that is longer is a loop.
+# A longer chain is a loop.
 MAX_REDIRECTS = 5
 _PORTS = {"http": 80, "https": 443}
 

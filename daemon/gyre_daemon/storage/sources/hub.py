@@ -57,7 +57,7 @@ _KEYS = ("endpoint", "token_file", "revision")
 # The public hub redirects to its own hosts, whose names change.
 _PUBLIC, _OWN_HOSTS = "huggingface.co", (".hf.co", ".huggingface.co")
 TIMEOUT_S = 30.0
-_MAX_ATTEMPTS = 5  # of a request that is refused because of too many
+_MAX_ATTEMPTS = 5  # of a request refused because of too many
 
 _BEFORE_WILDCARDS = re.compile(r"^(?:([^*?\[]*)/)?(.*)$")
 

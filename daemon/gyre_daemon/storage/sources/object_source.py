@@ -201,7 +201,7 @@ class _ObjectRequest:
 
     def cancel(self) -> None:
         """See `SentRequest.cancel`."""
-        self._is_cancelled = True  # a future that is done cannot be cancelled
+        self._is_cancelled = True  # a finished future cannot be cancelled
         self._awaited.cancel()
 
     def when_free(self, free: Callable[[], None]) -> None:
