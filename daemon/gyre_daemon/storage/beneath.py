@@ -3,7 +3,7 @@
 Other users may write into a shared data folder, and a link of theirs could lead to a file that only
 the daemon may read. A link that stays beneath the root is followed. The kernel checks that while it
 opens the file (`openat2`, Linux 5.6). Where it cannot, or has refused, the file is found without
-opening it (`O_PATH`), the kernel says where it lies (`/proc/self/fd`), and the same file is opened;
+opening it (`O_PATH`), the kernel says where it is (`/proc/self/fd`), and the same file is opened;
 that also follows absolute links that lead back beneath the root. Either way no folder can be
 exchanged for a link in between.
 """
@@ -268,7 +268,7 @@ def _openat2(root: int, name: str | bytes, flags: int) -> int:
 
 
 def _lies_beneath(found: int, root: int) -> bool:
-    """Whether an open file is a folder, or lies in it.
+    """Whether an open file is a folder, or is in it.
 
     `/proc/PID/root` leads to files of other mount namespaces, whose owners choose their paths.
     """

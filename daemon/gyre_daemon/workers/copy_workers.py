@@ -102,7 +102,7 @@ class Ranges(Struct, frozen=True):
             return False
         num_rows = (len(file) - first) // size
         if int(row.max()) >= num_rows:
-            raise ValueError("a row lies beyond the end of the file")
+            raise ValueError("a row is beyond the end of the file")
         rows = np.frombuffer(file, np.uint8, num_rows * size, first).reshape(-1, size)
         memory = np.frombuffer(arena, np.uint8)
         begin = 0

@@ -402,7 +402,7 @@ def _deeper(costs: Sequence[StepCost], num_layers: int) -> StepCost:
 
 
 def layer_kinds(model: nn.Module) -> tuple[int, int]:
-    """The number of leading layers of another kind, and of the layers that are alike after them."""
+    """The number of leading layers of another kind, and of the equal layers after them."""
     kinds = [
         (type(block), tuple((name, each.shape) for name, each in block.named_parameters()))
         for block in blocks_of(model)

@@ -59,7 +59,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: str | os.Path
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=_SOME_WITHOUT)
 
 
-# Parameters that had no gradient yet have no state; names that a checkpoint lacks are refused before.
+# Parameters without a gradient yet have no state; names that a checkpoint lacks are refused before.
 _SOME_WITHOUT = StateDictOptions(strict=False)
 
 

@@ -118,7 +118,7 @@ class RotationPlan:
         return sum(entry.num_local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
-        """A table with one row for each entry, and lines for classes that are treated otherwise."""
+        """A table with one row for each entry, and lines for classes treated otherwise."""
         rows: list[tuple[str, ...]] = [
             ("module", "class", "rule", "parameters", "bytes", "bytes here")
         ]

@@ -133,7 +133,7 @@ class LossHead(nn.Module):
         return self.head.bias
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """What is to be computed; the logits if that is nothing."""
+        """The results to compute; the logits if that is nothing."""
         if self.compute is None:
             logits: Tensor = self.head(x_BTD)
             return logits

@@ -312,7 +312,7 @@ class _Calls:
 
     @uncompiled
     def before_other(self, number: int, _module: nn.Module, _args: Any) -> None:
-        """Call the experts that are left before another module, if it follows them."""
+        """Call the remaining experts before another module, if it follows them."""
         if self._no_tokens is None:
             return
         if self._order.follows(number, after_expert=self._next > 0):
@@ -325,7 +325,7 @@ class _Calls:
             self._outputs += [each.flatten()[:0] for each in _numbers(output) if each.requires_grad]
 
     def end(self) -> Tensor | None:
-        """Call the experts that are left.
+        """Call the remaining experts.
 
         Returns:
             The empty sum of those that were called so, and of what was called before the experts.

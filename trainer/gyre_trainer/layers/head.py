@@ -125,7 +125,7 @@ class GradientAhead:
 
     @classmethod
     def of(cls, x_TD: Tensor) -> "GradientAhead":
-        """Nothing yet, for a head that is called with ``x_TD``."""
+        """Nothing yet, for a head called with ``x_TD``."""
         nothing = x_TD.new_full((len(x_TD),), -torch.inf, dtype=wide(x_TD.dtype))
         return cls(nothing, torch.zeros_like(x_TD), torch.zeros_like(x_TD))
 
@@ -379,7 +379,7 @@ def linear_cross_entropy(
         x: features of shape (..., D), of the layer's dtype.
         targets: integers of shape (...): classes, or `ignore_index` for tokens without a loss.
         ignore_index: the target of tokens that have no loss.
-        reduction: "mean" over the tokens that are not ignored (NaN where all are), "sum", or
+        reduction: "mean" over the tokens not ignored (NaN where all are), "sum", or
             "none": each token's own loss, 0 where it is ignored.
         scale: multiplies the logits, as Cohere's `logit_scale`, or one by a temperature.
         soft_cap: caps the scaled logits z as Gemma 2 does: `soft_cap * tanh(z / soft_cap)`.

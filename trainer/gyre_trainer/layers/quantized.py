@@ -143,7 +143,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def num_weights(model: nn.Module) -> int:
-    """The parameters of a model, those that are encoded included: weights, not their codes."""
+    """The parameters of a model, encoded ones included: weights, not their codes."""
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in filter(is_quantized, model.modules()):
         layer: Any = module

@@ -93,7 +93,7 @@ _MAX_DIMS = 64  # torch prints and copies no tensor with more
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """The place of a tensor.
 
     Attributes:
         path: its file.

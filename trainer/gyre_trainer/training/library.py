@@ -132,7 +132,7 @@ def library_model(model: LibraryConfig) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's layers: those of the outermost list that is as long as its configuration says.
+    """The model's layers: those of the outermost list as long as its configuration says.
 
     Raises:
         ConfigError: there is no such list.

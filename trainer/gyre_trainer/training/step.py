@@ -24,7 +24,7 @@ class Stepper:
     """A model, its loss and its optimizer."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, phase: Phase = nullcontext) -> None:
-        """Make the optimizer. ``phase`` gives the context that is entered for each phase."""
+        """Make the optimizer. ``phase`` gives the context of each phase."""
         self.model = model
         self.loss = loss_of(model)
         self.optimizers = build_optimizers(model, config)

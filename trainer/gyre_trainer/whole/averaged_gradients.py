@@ -119,7 +119,7 @@ class ReplicatedGradients:
             if id(parameter) not in known and sharded_parameters_of(parameter) is None:
                 raise RotationError(
                     f"{name} is another parameter than the model was rotated with, so its gradient "
-                    "would not be averaged. Write to the parameter that is there (copy_, "
+                    "would not be averaged. Write to the present parameter (copy_, "
                     "load_state_dict without assign)."
                 )
 

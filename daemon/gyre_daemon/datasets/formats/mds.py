@@ -345,7 +345,7 @@ class MdsFormat:
         specs = [_spec(field, columns[place]) for field, place in chosen]
         identity = json.dumps([(spec.name, spec.codec, spec.dtype.str) for spec in specs]).encode()
         if are_compressed(shards, ["raw_bytes" in scan for scan in inspected]):
-            # decoded, columns of one dtype lie alike
+            # decoded, columns of one dtype are alike
             renamed = [(field, names[place]) for field, place in chosen if field != names[place]]
             identity += json.dumps(renamed).encode() * bool(renamed)
             return compressed_index(shards, inspected, specs, places, identity)
