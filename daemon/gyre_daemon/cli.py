@@ -12,6 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# A line for each handshake that fails: a stranger could fill the log. gRPC reads this when it is
+# imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import uvloop
 from gyre_protos.text import counted, printable
 
@@ -185,8 +189,6 @@ def _serve(parsed: argparse.Namespace) -> int:
         check_memory_budget(config.memory_budget, memory_limit_bytes())
     index_dir = _index_dir(config, parsed.socket_dir)
     start_log(config.log_level, config.log_format)
-    # a line for each handshake that fails: a stranger could fill the log
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _log_warnings(effective)
     reread = partial(_reread, parsed) if parsed.config else None
     gc.freeze()  # objects of now live as long as the daemon: no pass looks at them

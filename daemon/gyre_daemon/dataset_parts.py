@@ -181,7 +181,7 @@ async def missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:
 
 
 def _look_for(path: str) -> None:
-    """Raise the error of a path that is missing or may not be read; patterns are not tried."""
+    """Raise the error of a missing or unreadable path; patterns are not tried."""
     try:
         mode = Path(path).stat().st_mode  # opening a device may do something
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

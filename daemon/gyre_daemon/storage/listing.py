@@ -435,14 +435,17 @@ def _followed(root: Root, folder: bytes, name: str) -> os.stat_result | None:
     """The target of a link: a regular file or a folder; None for nothing or anything else.
 
     Raises:
-        NotAllowed: it leads to a folder, and links may not leave the root, or to one around it.
-        OSError: it leads out of the root.
+        NotAllowed: it leads out of the root, or to a folder where links are not followed, or to one
+            around it.
+        OSError: it cannot be looked at.
     """
     path = folder.decode() + name
     try:
         status = root.stat(path)
     except FileNotFoundError:
         return None
+    except LeavesRoot as error:
+        raise file_error(path, error) from error
     if stat.S_ISREG(status.st_mode):
         return status
     if not stat.S_ISDIR(status.st_mode):

@@ -186,7 +186,7 @@ class Cell:
 class BlockMemory:
     """The memory of all blocks of a node cache; see [Note: Blocks share mappings].
 
-    It has no limit of its own: the cache counts admitted blocks in `whole_pages`.
+    It has no limit: the cache counts admitted blocks in `whole_pages`.
     """
 
     def __init__(self, cache_bytes: int) -> None:
@@ -301,7 +301,7 @@ class Mirror:
             except OSError:
                 self._punch(block, block + 1)
                 raise
-            self._stored[block] = _Stored(digest, is_verified=True)
+            self._stored[block] = _Stored(digest)
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Free the space of blocks.

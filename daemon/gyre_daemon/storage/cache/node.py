@@ -568,7 +568,7 @@ class DiskWriter:
 
 
 # The size of shared blocks. Smaller ones take more requests per epoch, larger ones delay a first
-# batch, and what is known of each block takes memory.
+# batch, and knowledge of each block takes memory.
 _MIN_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 1 << 17
 
 

@@ -296,7 +296,7 @@ class Need(Enum):
 
     BY_NEXT_USE = "only if it is used sooner than a held block"
     SOON = "unless all held blocks are used soon"
-    NOW = "in place of any block that is not being read"
+    NOW = "in place of any block not being read"
 
 
 class Placement:

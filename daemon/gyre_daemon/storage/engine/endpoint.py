@@ -1,4 +1,4 @@
-"""The requests to one endpoint: how many are in flight, who goes first, and what is sent again.
+"""The requests to one endpoint: how many are in flight, who goes first, and which are sent again.
 
 [Note: The life of a request]
 

@@ -442,7 +442,7 @@ def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[st
     """The server of a location's URL.
 
     Returns:
-        The beginning of the URL that is not part of a driver's own paths; and host, port and user,
+        The beginning of the URL, outside of a driver's own paths; and host, port and user,
         as the driver takes them.
 
     Raises:
