@@ -236,7 +236,7 @@ class Scratch(Struct, frozen=True):
 
 
 class StoredField(Struct, frozen=True):
-    """How a stored field lies in its shards.
+    """The place of a stored field in its shards.
 
     Attributes:
         forms: the field as each schema stores it, with its codec; one if all store it alike.

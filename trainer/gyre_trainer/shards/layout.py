@@ -289,7 +289,7 @@ def as_dtensor(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this rank's shard of a parameter lies in the whole.
+    """Where this rank's shard of a parameter is in the whole.
 
     Attributes:
         dim: the dim that is cut.
