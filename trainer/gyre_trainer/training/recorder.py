@@ -310,13 +310,14 @@ def draw_loss(
     above.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2.0, label="smoothed")
     above.set_title(title, loc="left", fontsize=12)
     above.set_ylabel("loss, nats per token")
-    above.legend(frameon=False)
     below.plot(steps, [record.lr for record in records], color="#5b7f4a", linewidth=1.4)
     below.set(xlabel="step", ylabel="learning rate")
     for axes in (above, below):
-        for step in resumed_at:
-            axes.axvline(step, color="#c0562f", linewidth=1.1, linestyle="--")
+        for index, step in enumerate(resumed_at):
+            label = None if index else "resumed"
+            axes.axvline(step, color="#c0562f", linewidth=1.1, linestyle="--", label=label)
         axes.grid(alpha=0.25, linewidth=0.6)
+    above.legend(frameon=False)
     figure.savefig(path)
     plt.close(figure)
 
