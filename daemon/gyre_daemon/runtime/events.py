@@ -34,16 +34,6 @@ def debug_event(event: str, facts: Mapping[str, object]) -> None:
         log_event(event, facts, logging.DEBUG)
 
 
-def audit_event(event: str, facts: Mapping[str, object]) -> None:
-    """Write one line about an access to data: who opened or read which dataset, or was refused.
-
-    Args:
-        event: in a few words that never vary.
-        facts: the caller and the object. No secrets.
-    """
-    log_event(event, facts)
-
-
 def start_log(level: str, style: str = "json") -> None:
     """Send events of this level and above to standard error.
 

@@ -36,7 +36,7 @@ from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllow
 from gyre_daemon.memory.sidechannel import Peer, SideChannel
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.certificates import CertificateFiles, Certificates
-from gyre_daemon.runtime.events import audit_event, debug_event, log_event
+from gyre_daemon.runtime.events import debug_event, log_event
 from gyre_daemon.runtime.limits import Connections
 from gyre_daemon.storage.location import redact
 
@@ -325,7 +325,7 @@ def audit_hidden(caller: Principal, dataset: str, policy: Policy) -> None:
     """Write a line if a dataset that the caller asked about exists, and not for the caller."""
     if rule := policy.refusal(caller, dataset, ""):
         facts = {"user": caller.name, "pid": caller.pid, "dataset": dataset, "rule": rule}
-        audit_event("dataset refused", facts)
+        log_event("dataset refused", facts)
 
 
 @contextlib.contextmanager
@@ -346,7 +346,7 @@ def audited_refusals(
             "rule": policy.refusal(caller, name, reader.job),
             "reason": type(error).__name__,
         }
-        audit_event("session refused", facts)
+        log_event("session refused", facts)
         raise
 
 

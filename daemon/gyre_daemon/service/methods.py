@@ -21,7 +21,7 @@ from gyre_daemon.fetching.columns import Measurer
 from gyre_daemon.fetching.range_reader import RangeReader
 from gyre_daemon.fetching.shared_work import unheld
 from gyre_daemon.monitoring.metrics import WindowTimes
-from gyre_daemon.runtime.events import audit_event, log_event
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.service import replies, requests
 from gyre_daemon.service.checkup import Checkup
@@ -437,12 +437,12 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         facts = {"user": caller.name, "pid": caller.pid}
         if not self._policy.is_admin(caller):
-            audit_event("drain refused", facts)
+            log_event("drain refused", facts)
             raise NotAllowed(
                 f"{caller.name} is no operator of this daemon. Ask one of those that `admin` in "
                 "its configuration names, by default its own user and root."
             )
-        audit_event("drain asked", facts)
+        log_event("drain asked", facts)
         return pb.DrainResponse(num_sessions=len(list(self._sessions)), timeout_s=self._drain())
 
     async def _hanging(self, config: DatasetConfig) -> list[Mount]:

@@ -19,7 +19,7 @@ from gyre_daemon.monitoring.metrics import OTHERS, Census, JobKey, SessionGauges
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner, ShuffleQuality, average, expected_quality
 from gyre_daemon.order.steps import in_words
-from gyre_daemon.runtime.events import audit_event, debug_event
+from gyre_daemon.runtime.events import debug_event, log_event
 from gyre_daemon.runtime.limits import check_descriptors
 from gyre_daemon.runtime.liveness import LoopLag
 from gyre_daemon.runtime.threads import Flow
@@ -153,7 +153,7 @@ class SessionTable:
         except BaseException:
             self.close(session.session_id, GyreError("the session could not start"))
             raise
-        audit_event("session open", _facts(session))
+        log_event("session open", _facts(session))
         facts = {"session": session.handle, "first_step": session.first_step}
         facts |= {"window": session.window_batches, "sharing": session.num_sharing}
         debug_event("session reads", facts | {"reserved_bytes": session.reserved_bytes})
@@ -212,7 +212,7 @@ class SessionTable:
                 "seconds": round(self.resources.clock() - session.opened_at, 3),
                 "reason": reason,
             }
-            audit_event("session closed", _facts(session) | facts)
+            log_event("session closed", _facts(session) | facts)
 
     async def watch_leases(self) -> None:
         """End each session whose client is silent for longer than its lease; never returns."""
