@@ -23,7 +23,7 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -120,10 +120,11 @@ def decode(data: bytes) -> tuple[str, Arrays]:
         _check_shape(shape)
         dtype = _checked_dtype(dtype_name)
         position += -position % _ALIGNMENT_BYTES
-        end = position + math.prod(shape) * dtype.itemsize
+        num_values = math.prod(shape)
+        end = position + num_values * dtype.itemsize
         if name in arrays or end > len(data):
             raise ValueError(f"its array {name!r:.50} is there twice or cut off")
-        arrays[name] = np.frombuffer(data, dtype, math.prod(shape), position).reshape(shape)
+        arrays[name] = np.frombuffer(data, dtype, num_values, position).reshape(shape)
         position = end
     if position != len(data):
         raise ValueError("it goes on behind its arrays")
@@ -196,6 +197,11 @@ class BesideShard(Struct, frozen=True):
     def __str__(self) -> str:
         """The path."""
         return str(self.file)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the shard."""
+        return str(self.file).rpartition("/")[0] or "/"
 
     def open(self, open_beneath: OpenBeneath | None = None) -> int:
         """See `InFolder.open`, and `LocalFile.open` for the argument."""
@@ -338,22 +344,23 @@ class SidecarStore:
         """Do as `load_latest` for each of some shards, with a call of a thread for each folder."""
         found: list[Loaded | None] = [None] * len(wanted)
         places = [self._candidates(each.key, each.local) for each in wanted]
-        for rank in range(max(map(len, places), default=0)):
-            by_folder: dict[tuple[bool, str], list[int]] = {}
-            for number, its in enumerate(places):
-                known = found[number]
-                if rank < len(its) and not (known and known[1]):
-                    folder = isinstance(its[rank], InFolder), _folder(its[rank])
-                    by_folder.setdefault(folder, []).append(number)
-            for numbers in by_folder.values():
-                some = [(places[number][rank], wanted[number]) for number in numbers]
+        waiting: Sequence[int] = range(len(wanted))
+        while waiting:
+            by_folder: dict[object, list[tuple[int, SidecarPlace]]] = {}
+            for number in waiting:
+                if place := next(places[number], None):
+                    by_folder.setdefault(place.folder, []).append((number, place))
+            for some in by_folder.values():
+                of_place = [(place, wanted[number]) for number, place in some]
                 try:
-                    loaded = await _in_thread(some[0][0], self._loaded, some)
+                    loaded = await _in_thread(some[0][1], self._loaded, of_place)
                 except TimeoutError as error:
-                    self._warn(some[0][0], error)
+                    self._warn(some[0][1], error)
                     continue
-                for number, its_own in zip(numbers, loaded, strict=True):
-                    found[number] = its_own if its_own and its_own[1] else found[number] or its_own
+                for (number, _), its in zip(some, loaded, strict=True):
+                    found[number] = its if its and its[1] else found[number] or its
+            asked = [number for some in by_folder.values() for number, _ in some]
+            waiting = [number for number in asked if not (its := found[number]) or not its[1]]
         return found
 
     def _loaded(self, wanted: Sequence[tuple[SidecarPlace, SidecarOf]]) -> list[Loaded | None]:
@@ -420,28 +427,19 @@ class SidecarStore:
 
     def _warn(self, place: SidecarPlace, error: OSError) -> None:
         """Log once for each folder that it has an index that does not count."""
-        folder = _folder(place)
+        folder = str(place.folder)
         if folder in self._warned:
             return
         self._warned.add(folder)
         facts = {"folder": folder, "first": place, "reason": error.strerror}
         log_event("index ignored", facts, logging.WARNING)
 
-    def _candidates(self, key: SidecarKey, local: LocalFile | None) -> Sequence[SidecarPlace]:
+    def _candidates(self, key: SidecarKey, local: LocalFile | None) -> Iterator[SidecarPlace]:
         """Where the sidecar may lie, the best place first."""
+        if local and not self._index_dir:
+            yield BesideShard(local.sibling(local.base_name + self._suffix), local)
         digest = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16)
-        name = digest.hexdigest() + self._suffix
-        if self._index_dir:
-            return [InFolder(self._index_dir, name)]
-        fallback = InFolder(self._fallback, name)
-        if local is None:
-            return [fallback]
-        beside = local.sibling(local.base_name + self._suffix)
-        return [BesideShard(beside, local), fallback]
-
-
-def _folder(place: SidecarPlace) -> str:
-    return str(place).rpartition("/")[0] or "/"
+        yield InFolder(self._index_dir or self._fallback, digest.hexdigest() + self._suffix)
 
 
 async def _in_thread(
@@ -456,7 +454,7 @@ async def _in_thread(
         TimeoutError: the mount of a folder of the daemon's hangs.
     """
     run = MOUNTS.answered if isinstance(place, InFolder) else MOUNTS.run
-    return await run(_folder(place), work, *args, **kwargs)
+    return await run(str(place.folder), work, *args, **kwargs)
 
 
 def _read(place: SidecarPlace, max_bytes: int, open_beneath: OpenBeneath | None) -> bytes:
@@ -466,11 +464,17 @@ def _read(place: SidecarPlace, max_bytes: int, open_beneath: OpenBeneath | None)
         OSError: there is none that counts.
         ValueError: it is larger than this.
     """
-    with os.fdopen(place.open(open_beneath), "rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
+    descriptor = place.open(open_beneath)
+    try:
+        num_bytes = os.fstat(descriptor).st_size
         if num_bytes > max_bytes:
             raise ValueError(f"it has {num_bytes} bytes, more than {max_bytes}")
-        return file.read(num_bytes)
+        data = os.read(descriptor, num_bytes)  # at most 2 GiB
+        while more := num_bytes > len(data) and os.read(descriptor, num_bytes - len(data)):
+            data += more
+        return data
+    finally:
+        os.close(descriptor)
 
 
 def _kind(stored: str) -> str | None:

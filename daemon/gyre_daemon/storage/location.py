@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -170,6 +170,11 @@ def is_beside(name: str) -> bool:
     return matches_any(name, _BESIDE)
 
 
+def possible_shards(names: Iterable[str]) -> list[str]:
+    """The names without files next to shards; see `is_beside`."""
+    return list(filterfalse(_matcher(_BESIDE), names))
+
+
 def without_beside(
     folder: str, files: Sequence[Named], pattern: str, name_of: Callable[[Named], str]
 ) -> list[Named]:
@@ -180,11 +185,11 @@ def without_beside(
     """
     if pattern == "*":
         return list(files)
-    left = [name for name in map(name_of, files) if is_beside(name)]
-    if shown := [name for name in left if not name.startswith(".")]:
+    left = set(matching(map(name_of, files), _BESIDE))
+    if shown := sorted(name for name in left if not name.startswith(".")):
         facts = {"path": folder, "num_files": len(shown), "names": ", ".join(shown[:_MAX_NAMED])}
         log_event("files next to the shards are passed over", facts, logging.WARNING)
-    return [file for file in files if not is_beside(name_of(file))]
+    return [file for file in files if name_of(file) not in left]
 
 
 def check_one_set(folder: str, names: Sequence[str], pattern: str) -> None:

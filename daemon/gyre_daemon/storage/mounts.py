@@ -415,7 +415,7 @@ def _close_opened(opening: "Future[int]") -> None:
 
 
 def _absolute(path: str | Path) -> str:
-    return os.path.normpath(Path(path).absolute())
+    return os.path.abspath(path)  # noqa: PTH100  (a `Path` takes three times as long)
 
 
 def _without_first_link(path: str) -> str:

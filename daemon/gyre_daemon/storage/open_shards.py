@@ -25,6 +25,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ import numpy.typing as npt
 from gyre_daemon.errors import CorruptSample, GyreError
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.limits import descriptor_shares
-from gyre_daemon.storage.beneath import LocalFile, file_error
+from gyre_daemon.storage.beneath import LocalFile, OpenBeneath, file_error
 from gyre_daemon.storage.mounts import MOUNTS, Latency, Mount, MountIsSlow
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
@@ -414,23 +415,43 @@ class OpenShards:
             debug_event("shards closed", {"shards": num_open, "first": self._shards[0].name})
 
     def get(self, shard: int) -> OpenShard:
-        """An open shard; the caller keeps it while it reads.
+        """As `get_all`, for one."""
+        return self.get_all([shard])[shard]
+
+    def get_all(self, shards: Sequence[int]) -> dict[int, OpenShard]:
+        """Open shards; the caller keeps them while it reads.
 
         Raises:
-            ShardMissing, NotAllowed, StorageUnavailable: it cannot be opened.
-            CorruptSample: it has changed since it was listed.
+            ShardMissing, NotAllowed, StorageUnavailable: one cannot be opened.
+            CorruptSample: one has changed since it was listed.
         """
         self.used_at = time.monotonic()
         with self._lock:
-            found = self._open.get(shard)
-            if found:
+            found = {shard: self._open[shard] for shard in shards if shard in self._open}
+            for shard in found:
                 self._open.move_to_end(shard)
-                return found
-        file, listed = self._files[shard], self._shards[shard]
-        opened = _open(file, listed, self._copy_workers, maps=self._maps)
-        with self._lock:
-            opened = self._open.setdefault(shard, opened)  # another thread may have been faster
-        self.trim()
+        if len(found) < len(shards):
+            missing = [shard for shard in shards if shard not in found]
+            opened = self._opened(missing)
+            with self._lock:  # another thread may have been faster
+                found |= {shard: self._open.setdefault(shard, opened[shard]) for shard in missing}
+            self.trim()
+        return found
+
+    def _opened(self, shards: Sequence[int]) -> dict[int, OpenShard]:
+        """Shards that are opened now; see `get_all` for errors."""
+        opened: dict[int, OpenShard] = {}
+        for root, its in groupby(shards, lambda shard: self._files[shard].root):
+            numbers = list(its)
+            try:
+                with root.held() as open_beneath:
+                    for shard in numbers:
+                        file, listed = self._files[shard], self._shards[shard]
+                        opened[shard] = _open(
+                            file, listed, self._copy_workers, open_beneath, maps=self._maps
+                        )
+            except OSError as error:  # of the root itself
+                raise file_error(self._shards[numbers[0]].name, error) from error
         return opened
 
     def drop(self, opened: OpenShard, shard: int) -> None:
@@ -455,10 +476,17 @@ class OpenShards:
         return opened
 
 
-def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bool) -> OpenShard:
-    mapping, address, mount = None, 0, MOUNTS.at(file.path)
+def _open(
+    file: LocalFile,
+    listed: Shard,
+    copy_workers: CopyWorkers,
+    open_beneath: OpenBeneath,
+    *,
+    maps: bool,
+) -> OpenShard:
+    mapping, address, mount = None, 0, MOUNTS.at(str(file))
     try:
-        descriptor = file.open()
+        descriptor = file.open(open_beneath)
     except OSError as error:
         raise file_error(listed.name, error) from error
     try:

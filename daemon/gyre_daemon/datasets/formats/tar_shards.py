@@ -510,14 +510,17 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
 
 def _check_members(start: Int64Array, size: Int64Array, file_bytes: int) -> None:
     """Refuse members outside the shard, in other members' bytes or out of sequence."""
-    has = size >= 0
-    _require(size.min(initial=0) >= -1 and has.any(axis=1).all(), "it has a sample without members")
-    most = max(start.max(), size.max())  # numbers above would overflow when they are added
+    smallest, most = size.min(), max(start.max(), size.max())
+    _require(smallest >= -1, "it has a sample without members")
+    # numbers above would overflow when they are added
+    _require(start.min() >= _BLOCK_BYTES and most <= file_bytes, "it points outside the shard")
     stop = start + np.maximum(size, 0)
-    _require(
-        start.min() >= _BLOCK_BYTES and most <= file_bytes and stop.max() <= file_bytes,
-        "it points outside the shard",
-    )
+    if smallest >= 0 and (start.ravel()[1:] > stop.ravel()[:-1]).all():  # as most tars are
+        _require(stop[-1, -1] <= file_bytes, "it points outside the shard")
+        return
+    has = size >= 0
+    _require(has.any(axis=1).all(), "it has a sample without members")
+    _require(stop.max() <= file_bytes, "it points outside the shard")
     first = np.where(has, start, file_bytes).min(axis=1)
     _require((first[1:] > first[:-1]).all(), "its samples are not in sequence")
     begins, ends = start[has], stop[has]
@@ -550,6 +553,8 @@ def _check_arrays(meta: _Meta, size: Int64Array, shape: Int64Array) -> None:
         all(count <= MAX_DIMS for count in num_dims) and sum(num_dims) == shape.shape[1],
         "its shapes do not divide into arrays",
     )
+    if not meta.arrays:
+        return
     _require(not ((shape < 0) | (shape > MAX_ARRAY_BYTES)).any(), "its shapes are none")
     begin = 0
     for name, (dtype, count, *_) in meta.arrays.items():

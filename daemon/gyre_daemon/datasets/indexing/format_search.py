@@ -62,6 +62,7 @@ from gyre_daemon.storage.location import (
     matching,
     no_match,
     patterns_of,
+    possible_shards,
 )
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
@@ -459,11 +460,6 @@ async def _by_head(location: Location, listed: Storage, names: list[str], shards
     heads = await read_ranges(listed, numbers, [0] * len(numbers), sizes)
     by_name = {names[number]: head for number, head in zip(numbers, heads, strict=True) if head}
     return format_by_head(location.text, len(shards), by_name)
-
-
-def possible_shards(names: Sequence[str]) -> list[str]:
-    """The files that may hold samples."""
-    return [name for name in names if not is_beside(name)]
 
 
 def format_by_name(location: str, names: Sequence[str]) -> str | None:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct, field
@@ -54,9 +55,9 @@ from gyre_daemon.workers.compute_workers import ComputeWorkers
 # at most three of them: more would take more cores from the jobs. One that an operator orders to be
 # indexed has as many as there are cores.
 _MAX_DATASETS, _MAX_FURTHER = 32, 3
-# Stored indexes loaded with one call of a thread. A call takes as long as loading four
-# small ones; with more together, other openings and the first scan wait longer.
-_LOADED_TOGETHER = 32
+# Stored indexes loaded with one call of a thread, and before progress is told. A call takes as long
+# as loading four small ones; with more together, other openings wait longer.
+_LOADED_TOGETHER, _LOADED_AT_ONCE = 32, 1024
 # Up to this many local shards are probed at every opening. That takes less time than to write a
 # sidecar; with more of them, the second opening of a large dataset would be slower.
 _MAX_UNKEPT_SHARDS = 16
@@ -128,38 +129,6 @@ class OpeningDataset(Struct):
         return inspection if isinstance(inspection, Scan) else None
 
 
-class _StoredScans:
-    """The stored scans of an opening's shards, loaded some at a time when the first is wanted."""
-
-    def __init__(self, sidecars: SidecarStore, opening: OpeningDataset, scan: Scan) -> None:
-        self._sidecars, self._opening, self._scan = sidecars, opening, scan
-        # a compressed shard can be checked once it is unpacked
-        self._together = 1 if opening.unpacked else _LOADED_TOGETHER
-        self._loading: dict[int, asyncio.Task[None]] = {}
-        self._loaded: dict[int, Loaded | None] = {}
-
-    def sidecar_of(self, shard: int) -> SidecarOf:
-        """Where the scan of a shard is stored."""
-        opening, source = self._opening, self._opening.source
-        listed, version = source.shards[shard], self._scan.version
-        key = SidecarKey(opening.location, listed.name, listed.size_bytes, listed.version, version)
-        check = partial(_check, opening, self._scan, shard)
-        return SidecarOf(key, source.local_file(shard), check)
-
-    async def take(self, shard: int) -> Loaded | None:
-        """See `SidecarStore.load_latest`; to be asked for once."""
-        number = shard // self._together
-        if number not in self._loading:
-            self._loading[number] = asyncio.create_task(self._load(number))
-        await self._loading[number]
-        return self._loaded.pop(shard)
-
-    async def _load(self, number: int) -> None:
-        shards = range(len(self._opening.scans))[number * self._together :][: self._together]
-        found = await self._sidecars.load_all([self.sidecar_of(shard) for shard in shards])
-        self._loaded.update(zip(shards, found, strict=True))
-
-
 class ShardIndexer:
     """Indexes shards of all datasets of a daemon, fairly between these."""
 
@@ -207,13 +176,32 @@ class ShardIndexer:
             if previous
             else None
         )
-        results: asyncio.Queue[IndexedShard | Exception] = asyncio.Queue()
-        numbers = range(len(opening.scans))
+        numbers: Sequence[int] = range(len(opening.scans))
         numbers = numbers if chosen is None else numbers[chosen.start : chosen.stop]
-        shards = iter(numbers)
-        stored = _StoredScans(self._sidecars, opening, opening.scan) if opening.scan else None
-        work = partial(self._index_shards, opening, changes, stored, shards, results)
-        num_further = max(_MAX_FURTHER, self._num_cores - 1) if previous else _MAX_FURTHER
+        stored: dict[int, Loaded] = {}
+        async for part in self._stored_parts(opening, numbers):
+            stored |= part
+            for shard, (arrays, is_fresh) in part.items():
+                if is_fresh and not changes:
+                    yield _indexed(opening, shard, arrays)
+        if not changes:
+            numbers = [each for each in numbers if each not in stored or not stored[each][1]]
+        if numbers:
+            async with contextlib.aclosing(self._scan(opening, changes, stored, numbers)) as found:
+                async for each in found:
+                    yield each
+
+    async def _scan(
+        self,
+        opening: OpeningDataset,
+        changes: ShardChanges | None,
+        stored: Mapping[int, Loaded],
+        numbers: Sequence[int],
+    ) -> AsyncGenerator[IndexedShard, None]:
+        """Index some shards, several at once; see `_index_shards` for the arguments."""
+        results: asyncio.Queue[IndexedShard | Exception] = asyncio.Queue()
+        work = partial(self._index_shards, opening, changes, stored, iter(numbers), results)
+        num_further = max(_MAX_FURTHER, self._num_cores - 1) if changes else _MAX_FURTHER
         workers = [asyncio.create_task(work(self._own_turns, is_own=True))] + [
             asyncio.create_task(work(self._shared_turns, is_own=False))
             for _ in range(min(num_further, len(numbers) - 1))
@@ -234,7 +222,7 @@ class ShardIndexer:
         self,
         opening: OpeningDataset,
         changes: ShardChanges | None,
-        stored: _StoredScans | None,
+        stored: Mapping[int, Loaded],
         shards: Iterator[int],
         results: asyncio.Queue[IndexedShard | Exception],
         turns: asyncio.Semaphore,
@@ -248,7 +236,7 @@ class ShardIndexer:
         Args:
             opening: the dataset.
             changes: compares each shard with its last state; None for no comparison.
-            stored: what earlier scans found; None where the format does not scan.
+            stored: earlier scans, by shard; compressed shards load theirs once unpacked.
             shards: their numbers; several workers take from it.
             results: takes findings, or why a shard failed.
             turns: it waits for one of these, and takes a shard only then.
@@ -281,10 +269,10 @@ class ShardIndexer:
         opening: OpeningDataset,
         shard: int,
         changes: ShardChanges | None,
-        stored: _StoredScans | None,
+        stored: Mapping[int, Loaded],
         scanner: Scanner,
     ) -> IndexedShard:
-        """Unpack a shard if it is compressed, and load or make its index.
+        """Unpack a shard if it is compressed, and make its index unless it is stored.
 
         Sidecars are read and written in other threads than those that unpack.
         """
@@ -296,16 +284,17 @@ class ShardIndexer:
             opening.paths[shard] = await (
                 MOUNTS.run(local.root.folder, work) if local else in_thread(work, "gyre-unpack")
             )
-        found: Loaded | None = None
-        if stored and opening.damaged is None:
-            found = await stored.take(shard)
+        found = stored.get(shard)
+        if opening.scan and opening.unpacked and opening.damaged is None:
+            # a compressed shard can be checked now
+            found = (await self._stored(opening, [shard])).get(shard)
         is_fresh = opening.scan is None or (found is not None and found[1])
         change: Change | None = None
         if changes:
             was_indexed = found is not None
             change = await changes.of(shard, was_indexed, is_fresh, opening.stopped)
         reused = is_fresh and change in (None, "kept")
-        if opening.scan is None or stored is None:
+        if opening.scan is None:
             return IndexedShard(shard, 0, reused, change)
         if found and is_fresh:
             arrays = found[0]
@@ -315,7 +304,7 @@ class ShardIndexer:
             arrays = await scanner.scan(
                 scan.run, source, shard, unpacked, seeks=scan.seeks, skips=scan.skips
             )
-            sidecar = stored.sidecar_of(shard)
+            sidecar = _sidecar_of(opening, shard)
             try:  # what a shard did to its worker does not reach the daemon
                 await in_thread(partial(sidecar.check, arrays), "gyre-check")
             except ValueError as error:
@@ -324,13 +313,52 @@ class ShardIndexer:
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save
             await save(sidecar.key, local, arrays)
-        num_samples = opening.scan.num_samples(arrays)
-        facts = {"dataset": opening.name, "shard": listed.name, "samples": num_samples}
-        debug_event("shard indexed", facts | {"was_kept": bool(found and is_fresh)})
-        if opening.listed:
-            opening.listed.check(shard, num_samples)
-        opening.scans[shard] = arrays
-        return IndexedShard(shard, num_samples, reused, change)
+        return _indexed(opening, shard, arrays, reused=reused, change=change)
+
+    async def _stored_parts(
+        self, opening: OpeningDataset, shards: Sequence[int]
+    ) -> AsyncGenerator[dict[int, Loaded], None]:
+        """Stored scans of shards, many at a time; compressed shards load theirs later."""
+        if opening.scan and not opening.unpacked and opening.damaged is None:
+            for first in range(0, len(shards), _LOADED_AT_ONCE):
+                yield await self._stored(opening, shards[first:][:_LOADED_AT_ONCE])
+
+    async def _stored(self, opening: OpeningDataset, shards: Sequence[int]) -> dict[int, Loaded]:
+        """The stored scans of those shards that have one; see `SidecarStore.load_all`."""
+        wanted = [_sidecar_of(opening, shard) for shard in shards]
+        parts = (wanted[n:][:_LOADED_TOGETHER] for n in range(0, len(wanted), _LOADED_TOGETHER))
+        loaded = await asyncio.gather(*map(self._sidecars.load_all, parts))
+        found = zip(shards, chain.from_iterable(loaded), strict=True)
+        return {shard: its for shard, its in found if its}
+
+
+def _indexed(
+    opening: OpeningDataset,
+    shard: int,
+    arrays: Arrays,
+    *,
+    reused: bool = True,
+    change: Change | None = None,
+) -> IndexedShard:
+    """Note the scan of a shard."""
+    assert opening.scan
+    num_samples = opening.scan.num_samples(arrays)
+    name = opening.source.shards[shard].name
+    facts = {"dataset": opening.name, "shard": name, "samples": num_samples, "was_kept": reused}
+    debug_event("shard indexed", facts)
+    if opening.listed:
+        opening.listed.check(shard, num_samples)
+    opening.scans[shard] = arrays
+    return IndexedShard(shard, num_samples, reused, change)
+
+
+def _sidecar_of(opening: OpeningDataset, shard: int) -> SidecarOf:
+    """Where the scan of a shard is stored."""
+    assert opening.scan
+    listed, version = opening.source.shards[shard], opening.scan.version
+    key = SidecarKey(opening.location, listed.name, listed.size_bytes, listed.version, version)
+    check = partial(_check, opening, opening.scan, shard)
+    return SidecarOf(key, opening.source.local_file(shard), check)
 
 
 def _unpack(

@@ -411,7 +411,7 @@ class LocalStorage:
 
         The check comes last because a page beyond a file's new end reads as zeros.
         """
-        opened = {shard: self._open.get(shard) for shard in shards}
+        opened = self._open.get_all(shards)
         # Another thread may begin to trust a shard at any time.
         trusted = {shard: its.trusted for shard, its in opened.items()}
         doubtful = [shard for shard, stamp in trusted.items() if stamp is None]
