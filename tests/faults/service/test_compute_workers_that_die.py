@@ -105,6 +105,7 @@ def test_a_fork_server_that_is_killed_with_its_workers_is_replaced(daemon: Daemo
     }
     with Loader("tokens", transform=CHAIN, epochs=None, **arguments) as loader:
         first = next(loader)["drawn"].clone()
+        until(lambda: len(family(daemon)["gyre-compute"]) == 1)  # a new worker has its name, too
         (server,) = family(daemon)["gyre-compute"]
         for process in (server, *server.children()):
             process.kill()
