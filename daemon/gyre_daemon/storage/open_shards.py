@@ -439,7 +439,7 @@ class OpenShards:
         return found
 
     def _opened(self, shards: Sequence[int]) -> dict[int, OpenShard]:
-        """Shards that are opened now; see `get_all` for errors."""
+        """Open these shards; see `get_all` for errors."""
         opened: dict[int, OpenShard] = {}
         for root, its in groupby(shards, lambda shard: self._files[shard].root):
             numbers = list(its)
