@@ -143,6 +143,8 @@ def installed_format(name: str) -> FormatEntry | None:
         return script_format(name)
     if ":" in name:
         found = [entry_point(name, GROUP)]
+        if not found[0].pattern.match(name):
+            raise ConfigError(f"the format {name:.100} is no `MODULE:NAME` of a class; correct it")
     elif name in included(GROUP):
         found = [included(GROUP)[name]]
     else:

@@ -137,6 +137,8 @@ def test_a_private_daemon_finds_it_next_to_the_script(
     check(Loader(records, format="my_formats:RECORDS", batch_size=4, epochs=1), "record")
     with pytest.raises(GyreError, match=r"my_formats:ABSENT .* cannot be loaded: Attribute"):
         Loader(records, format="my_formats:ABSENT", batch_size=4)
+    with pytest.raises(GyreError, match=r"the format :RECORDS is no `MODULE:NAME` of a class"):
+        Loader(records, format=":RECORDS", batch_size=4)
 
 
 def test_what_a_scan_cannot_have_found_is_refused(
