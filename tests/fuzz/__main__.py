@@ -34,7 +34,7 @@ def main() -> int:
         print(f"fuzzing {name} for {seconds} s", flush=True)
         options = [
             f"-max_total_time={seconds}",
-            "-max_len=20000",
+            "-max_len=140000",  # an ArrayRecord file has 128 KiB or more
             "-timeout=20",
             "-rss_limit_mb=4096",
         ]
