@@ -187,10 +187,10 @@ def test_requests_that_are_needed_first_are_hedged_sooner() -> None:
         engine.source.at_once = None
         engine.source.asked.clear()
         first, second = engine.read(2000, urgency=1), engine.read(1500, urgency=2)
-        await until(lambda: len(engine.source.asked) == 4)
-        assert [asked.start for asked in engine.source.asked] == [2000, 1500, 2000, 1500]
+        await until(lambda: {asked.start for asked in engine.source.asked[2:]} == {2000, 1500})
+        assert [asked.start for asked in engine.source.asked[:3]] == [2000, 1500, 2000]
         originals, repeated = engine.source.asked[:2], engine.source.asked[2:]
-        for asked in repeated:
+        for asked in {asked.start: asked for asked in repeated}.values():  # one may be sent thrice
             asked.answer()
         await asyncio.gather(first, second)  # though nobody answers the originals
         assert all(asked.is_cancelled for asked in originals)
