@@ -29,6 +29,7 @@ _NO_IMAGE = (OSError, SyntaxError, EOFError, AssertionError, struct.error)
 # Tags of TIFF, and values of theirs.
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
 _WHITE_IS_ZERO, _UNSIGNED = 0, {1, 4}  # 4: not said
+_STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow's names of 2 and 4 bits, and its factors
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class DecodeImage(OfField):
         """Refuse to mix numbers of a palette."""
         if self.min_size and self.colors == "index":
             raise ValueError("min_size would mix the numbers of `index`; leave one of both out")
+        if self.colors == "index":  # 2 stretched gray levels of 2 and 4 bits
+            object.__setattr__(self, "version", 3)
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         self.require_bytes(fields)
@@ -155,8 +158,7 @@ class DecodeImage(OfField):
                 "and not single bits"
             )
         _check_levels(image)
-        image.load()
-        return image
+        return _stored_numbers(image)
 
     def _check_size(self, height: int, width: int) -> None:
         if height * width > self.max_pixels:
@@ -230,6 +232,24 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
     if is_inverted:
         levels = 255 - levels
     return Image.fromarray(levels.astype(np.uint8))
+
+
+def _stored_numbers(image: Image.Image) -> Image.Image:
+    """The numbers of a file: Pillow stretches gray levels of fewer than 8 bits to 0 to 255.
+
+    Raises:
+        ValueError: it stretches or inverts them in another way.
+    """
+    codec, _, _, args = image.tile[0] if image.tile else ("", None, 0, "")
+    form, *more = args if isinstance(args, tuple) else (args,)
+    image.load()
+    if image.mode != "L":
+        return image
+    if form in _STRETCHED:
+        return Image.fromarray(np.asarray(image) // np.uint8(_STRETCHED[form]))
+    if str(form).startswith("L;") or (codec.startswith("ppm") and more != [255]):
+        raise ValueError("its gray levels are stretched or inverted; store a PNG of 8 bits")
+    return image
 
 
 def _check_levels(image: Image.Image) -> None:

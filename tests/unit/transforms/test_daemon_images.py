@@ -106,11 +106,15 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 def png_of_16_bits(channels: int) -> bytes:
     """A PNG file of `LEVELS` in each channel."""
-    color_type = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
     rows = np.repeat(LEVELS.astype(">u2")[:, :, None], channels, axis=2)
+    return png([row.tobytes() for row in rows], 3, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels])
+
+
+def png(rows: list[bytes], width: int, bits: int, color_type: int = 0) -> bytes:
+    """A PNG file."""
     parts = (
-        (b"IHDR", struct.pack(">2L5B", 3, 2, 16, color_type, 0, 0, 0)),
-        (b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))),
+        (b"IHDR", struct.pack(">2L5B", width, len(rows), bits, color_type, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))),
         (b"IEND", b""),
     )
     chunks = [

@@ -31,7 +31,7 @@ from gyre_media.images.geometry import (
 )
 from PIL import Image, ImageFilter, ImageOps
 
-from tests.unit.transforms.test_daemon_images import picture
+from tests.unit.transforms.test_daemon_images import picture, png, tiff
 
 Array = np.ndarray[Any, Any]
 
@@ -293,6 +293,22 @@ def test_masks_are_decoded_as_they_are_stored() -> None:
             )
     with pytest.raises(ValueError, match="min_size would mix the numbers"):
         DecodeImage("png", colors="index", min_size=8)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_numbers_of_few_bits_are_not_stretched(bits: int) -> None:
+    """Pillow makes 85 of a 1 of two bits, as gray levels need it."""
+    numbers = (np.arange(8) % 2**bits).astype(np.uint8)
+    stored = np.packbits(np.unpackbits(numbers[:, None], axis=1)[:, -bits:]).tobytes()
+    decode = DecodeImage("png", "mask", colors="index")
+    for file in (png([stored], 8, bits), tiff(stored, 8, bits)):
+        sample = {"png": np.frombuffer(file, np.uint8)}
+        decode.apply(sample, np.random.default_rng(0), {})
+        assert sample["mask"].tolist() == [[[each] for each in numbers.tolist()]]
+    pgm = b"P5 2 1 15\n\1\2"
+    for file in (tiff(stored, 8, bits, photometric=0), pgm):
+        with pytest.raises(ValueError, match="its gray levels are stretched or inverted"):
+            decode.apply({"png": np.frombuffer(file, np.uint8)}, np.random.default_rng(0), {})
 
 
 @pytest.mark.parametrize("masks", [("image",), ("mask", "mask")])
