@@ -63,40 +63,77 @@ class Truncate(Transform):
         length: in elements.
         start: which part of a longer sequence stays: its `beginning`, its `center`, or a `random`
             one.
+        masks: fields to cut alike, which have a value for each element of `field`.
     """
 
     field: str
     length: Annotated[int, Meta(ge=1, le=1 << 30)]
     start: Literal["beginning", "center", "random"] = "beginning"
+    masks: tuple[str, ...] = ()
 
     cost: ClassVar[Cost] = "light"
 
     @property
     def inputs(self) -> Sequence[str]:
-        return [self.field]
+        return [self.field, *self.masks]
 
     @property
     def is_random(self) -> bool:
         return self.start == "random"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        before = fields[self.field]
+        if len({*self.inputs}) < len(self.inputs):
+            raise ValueError(f"masks are {self.masks}; name each once, and no {self.field!r:.100}")
+        if self.is_random:
+            self._check_masks(fields)
+        return {name: self._made_of(name, fields[name]) for name in self.inputs}
+
+    def _check_masks(self, fields: Mapping[str, Field]) -> None:
+        """Refuse a random cut that would leave a mask, or cut it elsewhere.
+
+        Raises:
+            ValueError: the mask is bool, and `masks` does not name it.
+        """
+        if fields[self.field].dtype == np.bool_:
+            raise ValueError(
+                f"{self.field!r:.100} is a mask, and would be cut elsewhere than its sequence. "
+                "Name it in `masks` of the step that cuts the sequence"
+            )
+        for name in fields.keys() - self.inputs:
+            if fields[name].dtype == np.bool_ and fields[name].shape == (None,):
+                raise ValueError(
+                    f"the mask {name!r:.100} would not be cut with {self.field!r:.100}. Name it "
+                    "in `masks`, or drop it before"
+                )
+
+    def _made_of(self, name: str, before: Field) -> Field:
         if not before.shape:
-            raise ValueError(f"{self.field!r:.100} is one number per sample, no sequence")
+            raise ValueError(f"{name!r:.100} is one number per sample, no sequence")
         if before.shape[0] is not None:
-            return {self.field: _cut(before, min(before.shape[0], self.length))}
-        most = min(before.max_length or self.length, self.length)
-        return {self.field: _cut(before, None, most)}
+            return _cut(before, min(before.shape[0], self.length))
+        return _cut(before, None, min(before.max_length or self.length, self.length))
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        self.put(self.field, self._kept(sample[self.field], rng), sample, out)
+        for name, kept in self._kept(sample, rng).items():
+            self.put(name, kept, sample, out)
 
-    def _kept(self, stored: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[Any]:
-        surplus = len(stored) - self.length
-        begin = 0
+    def _kept(self, sample: Sample, rng: np.random.Generator) -> Sample:
+        """The same part of the sequence and of its masks.
+
+        Raises:
+            ValueError: a mask has another length than the sequence.
+        """
+        length = len(sample[self.field])
+        for name in self.masks:
+            if len(sample[name]) != length:
+                raise ValueError(
+                    f"the mask {name!r:.100} has {len(sample[name])} elements, and "
+                    f"{self.field!r:.100} has {length}"
+                )
+        surplus, begin = length - self.length, 0
         if surplus > 0 and self.start != "beginning":
             begin = surplus // 2 if self.start == "center" else int(rng.integers(surplus + 1))
-        return stored[begin : begin + self.length]
+        return {name: sample[name][begin : begin + self.length] for name in self.inputs}
 
 
 @dataclass(frozen=True)
@@ -105,27 +142,27 @@ class CropOrPad(Truncate):
 
     Attributes:
         field: [n, ...], which becomes [length, ...].
-        value: fills up shorter sequences, at their end.
+        value: fills up shorter sequences, at their end; masks are filled with 0.
     """
 
     value: float = 0
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        ((_, made),) = super().outputs(fields).items()
-        if made.dtype.kind in "iu":
-            limits = np.iinfo(made.dtype.str)
+        made = super().outputs(fields)
+        dtype = made[self.field].dtype
+        if dtype.kind in "iu":
+            limits = np.iinfo(dtype.str)
             if self.value != int(self.value) or not limits.min <= self.value <= limits.max:
-                raise ValueError(f"value is {self.value}, which is no {made.dtype.name}")
-        return {self.field: _cut(made, self.length)}
+                raise ValueError(f"value is {self.value}, which is no {dtype.name}")
+        return {name: _cut(field, self.length) for name, field in made.items()}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        stored = sample[self.field]
-        kept = self._kept(stored, rng)
-        into = out.get(self.field)
-        if into is None:
-            into = sample[self.field] = np.empty((self.length, *stored.shape[1:]), stored.dtype)
-        into[: len(kept)] = kept
-        into[len(kept) :] = self.value
+        for name, kept in self._kept(sample, rng).items():
+            into = out.get(name)
+            if into is None:
+                into = sample[name] = np.empty((self.length, *kept.shape[1:]), kept.dtype)
+            into[: len(kept)] = kept
+            into[len(kept) :] = self.value if name == self.field else 0
 
 
 def _cut(field: Field, length: int | None, max_length: int = 0) -> Field:

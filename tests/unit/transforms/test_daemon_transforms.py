@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.transforms import Field, Sample, Transform
-from gyre_daemon.transforms.built_in import CropOrPad
+from gyre_daemon.transforms.built_in import CropOrPad, Truncate
 from gyre_daemon.transforms.worker import Chain, SampleGenerators, TransformFailed
 
 BYTES = Field(np.dtype(np.uint8), (None,))
@@ -48,6 +48,39 @@ def test_a_chain_hands_results_on_and_writes_the_last_into_the_batch() -> None:
         out = np.empty(5, np.uint8)
         chain.apply({"text": np.frombuffer(text, np.uint8)}, generator, {"twice": out})
         assert out.tobytes() == wanted
+
+
+MASKED = SOURCE | {"mask": Field(np.dtype(np.bool_), (None,))}
+
+
+@pytest.mark.parametrize("kind", [Truncate, CropOrPad])
+def test_a_mask_is_cut_at_random_where_its_sequence_is(kind: type[Truncate]) -> None:
+    chain = Chain([("cut", kind("text", 4, start="random", masks=("mask",)))], MASKED)
+    sample = {"text": np.arange(100, dtype=np.uint8), "mask": np.arange(100) % 3 == 0}
+    out = {} if kind is Truncate else {"text": np.empty(4, np.uint8), "mask": np.empty(4, np.bool_)}
+    for seed in range(9):
+        made = dict(sample)
+        chain.apply(made, np.random.default_rng(seed), out)
+        text, mask = (out.get(name, made[name]) for name in ("text", "mask"))
+        assert np.array_equal(mask, text % 3 == 0)
+    with pytest.raises(TransformFailed, match="'mask' has 99 elements, and 'text' has 100"):
+        chain.apply({**sample, "mask": sample["mask"][1:]}, np.random.default_rng(0), dict(out))
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        (["text"], "the mask 'mask' would not be cut with 'text'"),
+        (["mask", "text"], "'mask' is a mask, and would be cut elsewhere than its sequence"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Truncate, CropOrPad])
+def test_a_mask_that_is_not_cut_with_its_sequence_is_refused(
+    kind: type[Truncate], steps: list[str], reason: str
+) -> None:
+    cuts = [("cut", kind(name, 4, start="random")) for name in steps]
+    with pytest.raises(ValueError, match=reason):
+        Chain(cuts, MASKED)
 
 
 def test_a_chain_may_end_with_fields_of_many_lengths() -> None:
