@@ -35,24 +35,24 @@ def test_values_are_put_together_again(name: str) -> None:
     form = Form(VALUES[name])
     tensors = form.take_tensors()
     assert form.leaves.count(Missing) == len(tensors)
-    again = form.filled(form.leaves, tensors)
+    again = form.filled(tensors)
     assert repr(again) == repr(VALUES[name])
     assert [type(each) for each in again] == [type(each) for each in VALUES[name]]
 
 
-def test_other_tensors_and_leaves_take_the_places() -> None:
+def test_other_tensors_take_the_places() -> None:
     form = Form([ONE, [1, TWO]])
-    form.take_tensors()
-    assert form.leaves == [Missing, 1, Missing]
-    found = form.filled([Missing, 5, Missing], [TWO, ONE])
+    form.note_passed({id(TWO): 0})
+    assert form.take_tensors() == [ONE]
+    found = form.filled([TWO], given=[ONE])
     assert found[0] is TWO
-    assert found[1][0] == 5
+    assert found[1][0] == 1
     assert found[1][1] is ONE
 
 
 def test_arguments_keep_their_names() -> None:
     arguments = Arguments((ONE, (TWO,)), {"scale": 2.0, "mask": ONE})
-    args, kwargs = arguments.call(arguments.leaves, arguments.take_tensors())
+    args, kwargs = arguments.call(arguments.take_tensors())
     assert args[0] is ONE
     assert args[1] == (TWO,)
     assert list(kwargs) == ["scale", "mask"]
@@ -67,3 +67,15 @@ def test_a_form_keeps_no_tensor() -> None:
     assert len(form.take_tensors()) == 2
     del tensor
     assert memory() is None
+
+
+def test_writes_to_containers_are_noticed() -> None:
+    arguments = Arguments((ONE, [TWO]), {"cache": {"a": 1}})
+    given = arguments.take_tensors()
+    args, kwargs = arguments.call(given)
+    assert arguments.written_to(args, kwargs) is None
+    args[1].append(ONE)
+    assert arguments.written_to(args, kwargs) is args[1]
+    args, kwargs = arguments.call(given)
+    kwargs["cache"]["a"] = 2
+    assert arguments.written_to(args, kwargs) is kwargs["cache"]

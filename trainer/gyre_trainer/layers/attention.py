@@ -35,7 +35,6 @@ from gyre_trainer.rotation.rule import (
     ModuleSlice,
     OutputReduction,
     Rule,
-    SumOfOutputs,
 )
 from gyre_trainer.shards.layout import Cut, Layout
 
@@ -207,7 +206,7 @@ class AttentionRule(Rule):
     ) -> OutputReduction:
         """The first output adds up; heads lie side by side."""
         if position == 0:
-            return SumOfOutputs(dtype)
+            return OutputReduction(dtype)
         return ConcatenatedOutputs(1, self._heads_of_slices(layout), self.output, dtype)
 
     def _heads_of_slices(self, layout: Layout) -> list[tuple[int, int]]:

@@ -535,7 +535,7 @@ class StatisticsRule(Rule):
         return _StatisticsReduction()
 
 
-class _StatisticsReduction:
+class _StatisticsReduction(OutputReduction):
     """Reduces statistics [S, T] over the classes of all slices."""
 
     def __init__(self) -> None:

@@ -7,12 +7,16 @@ Also here:
 Layers that keep only their input: torch's checkpoint around each.
 
 Backward runs a layer's forward again, up to the last tensor that it needs, so slices of what comes
-before travel once more.
+before travel once more. A checkpoint does so when backward asks for a tensor that it saved. Which
+module asks first depends on the tokens of a rank where experts are listed: one without tokens may
+ask for none. So the gradient of the layer's output asks, before anything of the layer travels, and
+all ranks make the same hops in the same order.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.experts import CallsEveryExpert
 from gyre_trainer.layers.known_blocks import has_code_of, is_trained
 from gyre_trainer.rotation.call import Arguments, is_constant
-from gyre_trainer.rotation.recomputation import Replay, recomputation_of, recomputed
+from gyre_trainer.rotation.recomputation import recomputation_of, recomputed
 from gyre_trainer.rotation.rotated_module import (
     RotatedModule,
     behaviours_of,
@@ -34,7 +38,13 @@ from gyre_trainer.rotation.rotated_module import (
 )
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.torch_internals import BatchNorm, parameters_of, uncompiled, version_of
+from gyre_trainer.torch_internals import (
+    BatchNorm,
+    parameters_of,
+    tree_leaves,
+    uncompiled,
+    version_of,
+)
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -109,20 +119,20 @@ def _keeps_its_input(module: nn.Module) -> bool:
 
 # Those of every module: parameters, buffers and modules inside, hooks, and `training`.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_Attributes = dict[tuple[int, str], tuple[object, int]]
+_Attributes = list[tuple[str, object, int]]
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:
-    """The attributes of a module and of those inside: by place and name, with a count.
+    """Buffers and attributes of a module and of those inside: name, value and a count.
 
     The count is that of the entries of a list, dict or set, and of the writes to a tensor.
     """
-    found: _Attributes = {}
-    for place, each in enumerate(module.modules()):
+    found: _Attributes = []
+    for each in module.modules():
         others = _OF_EVERY_MODULE | _kept_by(each)
-        for name, value in vars(each).items():
-            if name not in others:
-                found[place, name] = value, _count_of(value)
+        own = {name: value for name, value in vars(each).items() if name not in others}
+        for name, value in (own | dict(each.named_buffers(recurse=False))).items():
+            found.append((name, value, _count_of(value)))
     return found
 
 
@@ -134,11 +144,9 @@ def _count_of(value: object) -> int:
 
 def _changed(before: _Attributes, now: _Attributes) -> str | None:
     """The name of an attribute that is another one now; None without one."""
-    absent = object(), 0
-    for place in before.keys() | now.keys():
-        (one, count), (other, number) = before.get(place, absent), now.get(place, absent)
-        if one is not other or count != number:
-            return place[1]
+    for one, other in zip_longest(before, now, fillvalue=("", None, 0)):
+        if one[1] is not other[1] or one != other:
+            return other[0] or one[0]
     return None
 
 
@@ -196,6 +204,15 @@ class _Entered(torch.autograd.Function):
         return grad
 
 
+class _Saved(torch.autograd.Function):
+    """A node that saves a tensor, which a checkpoint around it must compute again."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(anchor)
+        return anchor.clone()
+
+
 def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments) -> Any:
     """The output of a layer, which backward computes again."""
     tensors = [
@@ -208,19 +225,19 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         for each in module.modules()
         for name, parameter in parameters_of(each).items()
     ]
-    replay = Replay()
+    num_runs = 0
 
-    def compute(*given: Tensor) -> Any:
-        args, kwargs = arguments.call(arguments.leaves, given)
-        if not replay.began:
-            with replay.running():
-                return forward(*args, **kwargs)
-        with _in_place(parameters), replay.running():
-            return forward(*args, **kwargs)
+    def compute(*given: Tensor) -> tuple[Any, Any]:
+        """The output, and a node of the layer; the checkpoint keeps this function, so not that."""
+        nonlocal num_runs
+        num_runs += 1
+        node = _Saved.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+        args, kwargs = arguments.call(given)
+        with _in_place(parameters if num_runs > 1 else ()):
+            return forward(*args, **kwargs), node
 
-    written = [*tensors, *module.buffers()]
-    versions, before = [version_of(each) for each in written], _attributes_of(module)
-    output = checkpoint(
+    versions, before = [version_of(each) for each in tensors], _attributes_of(module)
+    output, node = checkpoint(
         compute,
         *tensors,
         use_reentrant=False,
@@ -228,12 +245,20 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         early_stop=not module.has_experts,
     )
     changed = _changed(before, _attributes_of(module))
-    if changed is not None or versions != [version_of(each) for each in written]:
-        what = f"its attribute {changed}" if changed else "one of its buffers"
+    if changed is not None or versions != [version_of(each) for each in tensors]:
+        what = "an argument" if changed is None else f"its attribute {changed}"
         raise RotationError(
-            f"{path_of(module)} ({own_class(module).__name__}) writes to an argument or to {what}, "
+            f"{path_of(module)} ({own_class(module).__name__}) writes to {what}, "
             'so backward cannot compute it again; take RotationPolicy(recompute="block")'
         )
+
+    def run_again(_grad: Tensor) -> None:
+        if num_runs == 1:
+            _ = node.saved_tensors
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(run_again)
     return output
 
 

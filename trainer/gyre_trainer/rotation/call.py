@@ -1,18 +1,14 @@
 """A rotated module's arguments, and what one slice computes from them.
 
-The form of a call's arguments, or of an output: everything in it but its tensors.
-
-A module is called once for each slice, so its arguments are put together as often. Of an argument
-that is no container nothing has to be found out; torch's functions for nested ones take longer than
-an operator does.
+The form of a call's arguments, or of an output: everything in it but its tensors. A module is
+called once for each slice, so its arguments are put together as often.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from itertools import islice
 from pathlib import PurePath
 from types import NoneType
 from typing import Any
@@ -41,8 +37,6 @@ from gyre_trainer.rotation.rule import (
 from gyre_trainer.shards.layout import local_of, with_spec
 from gyre_trainer.torch_internals import TreeSpec, spec_of, tree_flatten, tree_unflatten, version_of
 
-_PLAIN = (Tensor, NoneType, bool, int, float, str)
-
 
 class Missing:
     """Marks the position of a tensor."""
@@ -60,24 +54,16 @@ class Passed:
 
 
 class Form:
-    """The form of some values, each of them nested or not.
+    """The form of a value, nested or not.
 
     Attributes:
-        leaves: of all values, in their order, with `Missing` in place of each tensor.
+        leaves: of the value, in their order, with `Missing` in place of each tensor.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.leaves: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._specs: list[TreeSpec | None] = []  # None for a leaf
-        for value in values:
-            leaves, spec = ([value], None) if isinstance(value, _PLAIN) else _flat(value)
-            self._specs.append(spec)
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    self._tensors.append(leaf)
-                    leaf = Missing  # noqa: PLW2901
-                self.leaves.append(leaf)
+    def __init__(self, value: Any) -> None:
+        leaves, self._spec = _flat(value)
+        self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.leaves = [Missing if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def take_tensors(self) -> list[Tensor]:
         """The tensors among the leaves. The form keeps them no longer."""
@@ -102,11 +88,18 @@ class Form:
                     others.append(tensor)
         self._tensors = others
 
-    def filled(self, leaves: Iterable[Any], tensors: Iterable[Tensor]) -> list[Any]:
-        """The values, with other ``leaves``, and with ``tensors`` in the places of `Missing`."""
+    def filled(self, tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> Any:
+        """The value, with ``tensors`` in the places of `Missing`, and ``given`` of `Passed`."""
         arrived = iter(tensors)
-        found = (next(arrived) if leaf is Missing else leaf for leaf in leaves)
-        return [next(found) if spec is None else _nested(found, spec) for spec in self._specs]
+        leaves = [
+            next(arrived)
+            if leaf is Missing
+            else given[leaf.place]
+            if isinstance(leaf, Passed)
+            else leaf
+            for leaf in self.leaves
+        ]
+        return tree_unflatten(leaves, self._spec)
 
 
 def _is_cache(value: Any) -> bool:
@@ -117,10 +110,6 @@ def _is_cache(value: Any) -> bool:
 
 def _flat(value: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(value, is_leaf=_is_cache)  # `transformers` registers some as containers
-
-
-def _nested(leaves: Iterator[Any], spec: TreeSpec) -> Any:
-    return tree_unflatten(islice(leaves, spec.num_leaves), spec)
 
 
 def _can_be_written_to(spec: TreeSpec) -> bool:
@@ -135,55 +124,33 @@ class Arguments(Form):
     """The form of the arguments of a call."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        super().__init__((*args, *kwargs.values()))
-        self._num_args, self._names = len(args), tuple(kwargs)
-        self._mutable = [
-            place
-            for place, spec in enumerate(self._specs)
-            if spec is not None and _can_be_written_to(spec)
-        ]
-        self._given: dict[int, list[int]] = {}  # identities: the leaves themselves are not kept
+        super().__init__((list(args), dict(kwargs)))
+        given = (each for part in self._spec.children() for each in part.children())
+        self._can_be_written_to = any(map(_can_be_written_to, given))
+        self._given: list[tuple[TreeSpec, list[int]]] = []
 
-    def of_one_tensor(self) -> Iterator[tuple[int | str, int]]:
-        """Of each argument that is a tensor: its position or name, and its index among tensors."""
-        place = index = 0
-        for key, spec in zip((*range(self._num_args), *self._names), self._specs, strict=True):
-            stop = place + (1 if spec is None else spec.num_leaves)
-            found = sum(leaf is Missing for leaf in self.leaves[place:stop])
-            if spec is None and found:
-                yield key, index
-            place, index = stop, index + found
-
-    def call(
-        self, leaves: Iterable[Any], tensors: Iterable[Tensor]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def call(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments; see `filled`."""
-        values = self.filled(leaves, tensors)
-        self._given = {place: list(map(id, _flat(values[place])[0])) for place in self._mutable}
-        named = zip(self._names, values[self._num_args :], strict=True)
-        return values[: self._num_args], dict(named)
+        args, kwargs = self.filled(tensors)
+        if self._can_be_written_to:
+            self._given = list(map(_identities, (*args, *kwargs.values())))
+        return args, kwargs
 
-    def written_to(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One of the lists and dicts of `call` that the module has changed since; None without one.
+    def written_to(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """One of the lists and dicts of the last `call` that the module has changed since, or None.
 
         They are others than the caller's, which would stay as it was.
-
-        Args:
-            args: the positional arguments as `call` gave them.
-            kwargs: the keyword arguments.
         """
-        if not self._mutable:
+        if not self._can_be_written_to:
             return None
-        values = [*args, *(kwargs[name] for name in self._names)]
-        return next(
-            (values[place] for place in self._mutable if self._differs(place, values)), None
-        )
+        values = zip((*args, *kwargs.values()), self._given, strict=True)
+        return next((value for value, before in values if _identities(value) != before), None)
 
-    def _differs(self, place: int, values: Sequence[Any]) -> bool:
-        found, spec = _flat(values[place])
-        before = self._specs[place]
-        assert before is not None
-        return spec != before or list(map(id, found)) != self._given[place]
+
+def _identities(value: Any) -> tuple[TreeSpec, list[int]]:
+    """The structure of a value and the ids of its leaves, which are not kept."""
+    leaves, spec = _flat(value)
+    return spec, list(map(id, leaves))
 
 
 _CONSTANTS = (
@@ -289,7 +256,6 @@ class Call:
     def __init__(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._rotation = rotation
         self._arguments = Arguments(args, kwargs)
-        self._leaves = self._arguments.leaves
         self._num_replicated = len(rotation.replicated)
         sharded = [parameter_at(rotation.module, cut.name) for cut in rotation.layout.cuts]
         for parameter, cut in zip(sharded, rotation.layout.cuts, strict=True):
@@ -297,7 +263,7 @@ class Call:
         replicated = [local_of(parameter_at(rotation.module, name)) for name in rotation.replicated]
         self._specs = [spec_of(parameter) for parameter in sharded]
         given = self._arguments.take_tensors()
-        self._argument_cuts = self._cuts_of(given)
+        self._argument_cuts = self._cuts_of(args, kwargs, given)
         self.tensors = [*sharded, *replicated, *given]
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
@@ -314,16 +280,22 @@ class Call:
         self.inputs: list[Tensor] = []
         self.output_form: Form | None = None
 
-    def _cuts_of(self, given: Sequence[Tensor]) -> dict[int, ArgumentCut]:
+    def _cuts_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]
+    ) -> dict[int, ArgumentCut]:
         """How arguments are cut, by their places among `inputs`."""
         rotation, found = self._rotation, {}
-        names = rotation.rule.cut_arguments
-        for key, index in self._arguments.of_one_tensor() if names else ():
-            name = rotation.argument_names[key] if isinstance(key, int) else key
-            if name in names:
-                cut = rotation.rule.argument_cut(name, given[index].shape, rotation.layout)
-                if cut is not None:
-                    found[self._num_replicated + index] = cut
+        if not rotation.rule.cut_arguments:
+            return {}
+        named = dict(zip(rotation.argument_names, args, strict=False)) | kwargs
+        for name in rotation.rule.cut_arguments:
+            tensor = named.get(name)
+            if not isinstance(tensor, Tensor):
+                continue
+            cut = rotation.rule.argument_cut(name, tensor.shape, rotation.layout)
+            if cut is not None:
+                place = next(place for place, each in enumerate(given) if each is tensor)
+                found[self._num_replicated + place] = cut
         return found
 
     @property
@@ -333,7 +305,7 @@ class Call:
 
     def _require_constants(self) -> None:
         """Refuse objects that every slice would change, such as caches of keys and values."""
-        for leaf in self._leaves:
+        for leaf in self._arguments.leaves:
             if not is_constant(leaf):
                 raise RotationError(
                     f"{self._rotation.name} is called with a {type(leaf).__name__}, which each "
@@ -456,7 +428,7 @@ class Call:
             weights[cut.name] = leaf
         inputs = self._inputs_of(index)
         others, given = inputs[: self._num_replicated], inputs[self._num_replicated :]
-        args, kwargs = self._arguments.call(self._leaves, given)
+        args, kwargs = self._arguments.call(given)
         self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
         with (
             swapped(rotation.module, weights | dict(zip(rotation.replicated, others, strict=True))),
@@ -489,7 +461,7 @@ class Call:
 
         The first slice's output gives the form and everything else.
         """
-        form = Form([output])
+        form = Form(output)
         form.note_passed({id(tensor): place for place, tensor in enumerate(given)})
         tensors = form.take_tensors()
         if self.output_form is None:
@@ -509,12 +481,7 @@ class Call:
         An argument that slices return is one of `given`, the caller's own tensor.
         """
         assert self.output_form is not None
-        leaves = [
-            given[leaf.place] if isinstance(leaf, Passed) else leaf
-            for leaf in self.output_form.leaves
-        ]
-        (output,) = self.output_form.filled(leaves, tensors)
-        return output
+        return self.output_form.filled(tensors, given)
 
     def of_parameters(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the trainable shards as those of their parameters."""
@@ -529,6 +496,6 @@ class Call:
         grads = [total.result() for total in self.sums]
         self.inputs.clear()
         self.sums.clear()
-        self._leaves.clear()
+        self._arguments.leaves.clear()
         del self.deferred, self._defer
         return grads

@@ -3,21 +3,9 @@
 A norm keeps its input for its own backward. A module that reads the norm's output, and needs it
 again in backward, can have it recomputed from that input. The inputs are saved as torch's own
 functions save theirs, so `torch.utils.checkpoint` around them drops them as well.
-
-Also here:
-
-* When backward runs the forward of a layer again: before anything of the layer travels.
-
-A checkpoint runs a layer again when backward asks for a tensor that it saved. Which module asks
-first depends on the tokens of a rank where experts are listed: one without tokens may ask for none.
-So each rotated module of the layer asks for a tensor of the layer before its slices travel in
-backward, and all ranks make the same hops in the same order.
-
-Random numbers that a slice drew in forward, drawn again when backward computes it again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,54 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from gyre_trainer.rotation.rule import REPLAY, autocast_of_now
-from gyre_trainer.torch_internals import base_of, version_of, without_dispatch
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """The generators that a module with parameters on ``device`` draws from; the CPU's is first."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
-
-
-def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """The states of generators, as `set_states` takes them."""
-    with without_dispatch():
-        return [generator.get_state() for generator in generators]
-
-
-def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    """Give generators their states of another moment."""
-    with without_dispatch():
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-class Randomness:
-    """The states of torch's generators before each slice; backward draws the same numbers again."""
-
-    def __init__(self, device: torch.device) -> None:
-        """``device`` is that of the parameters; the CPU's generator is replayed, too."""
-        self._generators = generators_of(device)
-        self._states: dict[int, list[Tensor]] = {}
-
-    def record(self, index: int) -> None:
-        """Note the states: slice ``index`` computes now for the first time."""
-        self._states[index] = states_of(self._generators)
-
-    @contextmanager
-    def replaying(self, index: int) -> Iterator[None]:
-        """A context in which slice ``index`` draws the same random numbers once more."""
-        now = states_of(self._generators)
-        set_states(self._generators, self._states.pop(index))
-        try:
-            yield
-        finally:
-            set_states(self._generators, now)
-
+from gyre_trainer.rotation.rule import autocast_of_now
+from gyre_trainer.torch_internals import base_of, version_of
 
 Compute = Callable[..., Tensor]
 _VERSION = "version_of_recomputed"
@@ -191,61 +133,3 @@ def recomputable(tensor: Tensor) -> tuple[Tensor, Recomputation | None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
-
-
-class Replay:
-    """One call of a layer that backward runs again.
-
-    Attributes:
-        began: whether forward was run once.
-        ran_again: whether backward has run it again.
-    """
-
-    def __init__(self) -> None:
-        self.began = self.ran_again = False
-        self._node: Any = None  # in forward alone: the checkpoint's tensors hold this object
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """A context in which the layer computes, for the first time or again."""
-        node = _Saved.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
-        if self.began:
-            self.ran_again = True
-            with in_layer(None):
-                yield
-            return
-        self.began, self._node = True, node
-        try:
-            with in_layer(self):
-                yield
-        finally:
-            self._node = None
-
-    def before_hops(self) -> Callable[[], None]:
-        """A function that runs the layer again now, if backward has not yet."""
-        node = self._node
-
-        def replay() -> None:
-            if not self.ran_again:
-                _ = node.saved_tensors
-
-        return replay
-
-
-class _Saved(torch.autograd.Function):
-    """A node that saves a tensor, which a checkpoint around it must compute again."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor) -> Tensor:
-        ctx.save_for_backward(anchor)
-        return anchor.clone()
-
-
-@contextmanager
-def in_layer(replay: Replay | None) -> Iterator[None]:
-    """A context for calls of a layer; None for those of none, such as calls that check a rule."""
-    token = REPLAY.set(None if replay is None else replay.before_hops)
-    try:
-        yield
-    finally:
-        REPLAY.reset(token)

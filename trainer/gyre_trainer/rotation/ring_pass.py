@@ -27,7 +27,7 @@ Also here:
 * The tensors that autograd saves for a slice between forward and backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -47,12 +47,7 @@ from gyre_trainer.comm.identity import HopIdentity, slice_span
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call, ComputedSlice
-from gyre_trainer.rotation.recomputation import Randomness
-from gyre_trainer.rotation.rule import (
-    REPLAY,
-    OutputReduction,
-    Rotation,
-)
+from gyre_trainer.rotation.rule import OutputReduction, Rotation
 from gyre_trainer.shards.layout import GradientRing, RemoteSlices
 from gyre_trainer.torch_internals import at_end_of_backward, gradients, storage_number, version_of
 
@@ -250,8 +245,7 @@ def _run_by_slices(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
-    replay, tensors = REPLAY.get(), list(call.tensors)
-    ring_pass = RingPass(rotation, call, None if replay is None else replay())
+    ring_pass, tensors = RingPass(rotation, call), list(call.tensors)
     outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -304,12 +298,8 @@ class RingPass:
     See [Note: The backward ring].
     """
 
-    def __init__(
-        self, rotation: Rotation, call: Call, start: Callable[[], None] | None = None
-    ) -> None:
-        """``start`` is called before anything travels in backward."""
+    def __init__(self, rotation: Rotation, call: Call) -> None:
         self._rotation = rotation
-        self._start = start
         self._layout = rotation.pieces
         self._ring = rotation.sharded.ring
         self._call = call
@@ -318,7 +308,6 @@ class RingPass:
         self._graphs: dict[int, _Graph] = {}
         self._reductions: list[OutputReduction] = []
         self._version = rotation.sharded.version
-        self._randomness = Randomness(rotation.sharded.flat.device) if call.recomputed else None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The reduced outputs of the slices."""
@@ -341,9 +330,6 @@ class RingPass:
             RingError: a hop failed.
         """
         self._require_fresh()
-        if self._start is not None:
-            self._start()
-            self._start = None  # it holds the inputs of the layer
         sharded, call = self._rotation.sharded, self._call
         if call.recomputed:
             call.restore_inputs()
@@ -383,8 +369,6 @@ class RingPass:
     def _run(self, index: int, flat: Tensor) -> list[Tensor]:
         """One slice's outputs, detached. Their graph is kept where backward needs it."""
         if not self._keeps_graphs:
-            if self._randomness is not None:
-                self._randomness.record(index)
             return [output.detach() for output in self._call.compute(index, flat).outputs]
         saved = SavedTensors(flat, self._rotation.name)
         with torch.enable_grad(), saved.recording():
@@ -448,7 +432,6 @@ class RingPass:
             assert graph.saved is not None
             graph.saved.flat = flat
             return graph
-        assert self._randomness is not None
-        with torch.enable_grad(), self._randomness.replaying(index):
+        with torch.enable_grad():
             computed = self._call.compute(index, flat)
         return _Graph.of(computed, None)

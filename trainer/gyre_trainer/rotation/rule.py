@@ -23,12 +23,11 @@ weight's gradient in parts adds each part to the buffer at once, and so waits fo
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
 from types import MethodType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -94,24 +93,8 @@ class RunningSum:
         return None if total is None else total.to(self._dtype)
 
 
-class OutputReduction(Protocol):
-    """How the slices' outputs of one call make the module's output."""
-
-    def add(self, index: int, output: Tensor) -> None:
-        """Add the output of slice ``index``."""
-        ...
-
-    def result(self) -> Tensor:
-        """The module's output after every slice's was added. The reduction does not keep it."""
-        ...
-
-    def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of slice ``index``'s output, given the gradient of the module's output."""
-        ...
-
-
-class SumOfOutputs:
-    """The module's output is the sum of the slices' outputs."""
+class OutputReduction:
+    """How the slices' outputs of one call make the module's output: they add up by default."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._sum = RunningSum(dtype)
@@ -121,17 +104,17 @@ class SumOfOutputs:
         self._sum.add(output)
 
     def result(self) -> Tensor:
-        """The module's output."""
+        """The module's output after every slice's was added. The reduction does not keep it."""
         total = self._sum.result()
         assert total is not None
         return total
 
     def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
-        """All of ``grad``."""
+        """The gradient of slice ``index``'s output, given the gradient of the module's output."""
         return grad
 
 
-class ConcatenatedOutputs:
+class ConcatenatedOutputs(OutputReduction):
     """The slices' outputs lie side by side along one dim."""
 
     def __init__(
@@ -423,7 +406,7 @@ class Rule(ABC):
             layout: the layout of the slices.
             dtype: the dtype of the activations around the module.
         """
-        return SumOfOutputs(dtype)
+        return OutputReduction(dtype)
 
 
 BySlices = Callable[["Rotation", Sequence[Any], Mapping[str, Any]], Any]
@@ -495,9 +478,6 @@ def autocast_of_now(device: torch.device) -> Callable[[], AbstractContextManager
         return autocast
     return lambda: autocast() if torch.is_autocast_enabled(kind) else nullcontext()
 
-
-REPLAY: ContextVar[Callable[[], Callable[[], None]] | None] = ContextVar("replay", default=None)
-"""Of the layer that computes now, if backward runs it again: makes what runs it before hops."""
 
 Recompute = Literal["none", "block", "layer"]
 
