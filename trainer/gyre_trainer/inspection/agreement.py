@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gyre_trainer.comm.mesh import groups_of, ring_group
+from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
@@ -174,22 +174,15 @@ def refuse_together(rotation: Rotation, reason: str, *, is_zero: bool) -> bool:
     Raises:
         RotationError: on the ranks without a reason, where another one has one.
     """
-    flat = rotation.sharded.flat
-    if is_fake(flat):
-        return False
-    parameter = rotation.sharded.parameters[0]
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    group, ring = ring_group(mesh), ring_of(mesh)
-    numbers = torch.tensor([ring.rank + 1 if reason else 0, not is_zero], device=flat.device)
+    ring = rotation.sharded.ring
+    if not ring.transport.moves:  # a simulated group has no other ranks
+        return is_zero and not reason
+    everyone: list[Any] = [None] * ring.size
     with ring.hang_diagnosis.collective("comparing the ranks' checks of a rotated module"):
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
-        refusing, has_values = numbers.tolist()
-        if not refusing:
-            return not has_values
-        source = dist.get_global_rank(group, refusing - 1)
-        words = [reason]
-        dist.broadcast_object_list(words, src=source, group=group, device=flat.device)
-    if not reason:
-        raise RotationError(f"rank {source} refuses {rotation.name}: {words[0]}")
-    return False
+        own = dist.get_rank(), reason, is_zero
+        dist.all_gather_object(everyone, own, group=ring.group)
+    refusing = [(rank, why) for rank, why, _ in everyone if why]
+    if refusing and not reason:
+        rank, why = refusing[-1]
+        raise RotationError(f"rank {rank} refuses {rotation.name}: {why}")
+    return not refusing and all(zeros for *_, zeros in everyone)
