@@ -140,16 +140,6 @@ class RankProgress:
     waiting_for: str = ""
 
 
-@dataclass(slots=True)
-class _HopWait:
-    """The wait for a hop: how many have ended, and the identity of the present one, or 0.
-
-    One pair, because a thread reads it at any time.
-    """
-
-    now: tuple[int, int] = (0, 0)
-
-
 class HangDiagnosis:
     """One rank's part in the diagnosis of a group. It answers other ranks as long as it lives."""
 
@@ -168,8 +158,12 @@ class HangDiagnosis:
         else:
             self._ranks, name = replicas.flatten().tolist(), str(replicas.tolist())
         self._rank = dist.get_rank()
+        self._on_ring = dist.get_process_group_ranks(group)
+        self._modules = modules
         self._progress = RankProgress()
-        self._hop = _HopWait()
+        # How many waits for hops have ended, and the identity of the present one, or 0: one pair,
+        # because a thread reads it at any time.
+        self._hop = 0, 0
         self._end_waits: Callable[[], Callable[[], object] | None] = _nothing
         self._ends_hops_alone = True
         self._store: Store | None = None
@@ -183,12 +177,9 @@ class HangDiagnosis:
             for key in (str(self._rank), _hop_of(self._rank)):
                 self._store.delete_key(key)
             self._verdicts = Verdicts(self._store, self._rank, self._ranks)
-            stop = threading.Event()
-            answers = _Answers(
-                self._store, self._rank, self._progress, self._verdicts, self._hop, modules,
-                dist.get_process_group_ranks(group), weakref.ref(self), stop,
-            )  # fmt: skip
-            thread = threading.Thread(target=answers.run, name="gyre hang diagnosis", daemon=True)
+            stop, name = threading.Event(), "gyre hang diagnosis"
+            arguments = weakref.ref(self), stop
+            thread = threading.Thread(target=_answer, args=arguments, name=name, daemon=True)
             thread.start()
             weakref.finalize(self, _end, thread, stop)
 
@@ -201,11 +192,40 @@ class HangDiagnosis:
         """
         self._end_waits, self._ends_hops_alone = weakref.WeakMethod(give_up), hops_alone
 
-    def end_waits(self) -> None:
-        """Let the waits of this rank fail."""
-        give_up = self._end_waits()
-        if give_up and (self._hop.now[1] or not self._ends_hops_alone):
-            give_up()
+    def look(self, before: tuple[int, int]) -> tuple[int, int]:
+        """Write the rank's progress while some rank asks, and end its waits at a verdict.
+
+        The verdict is read early, too: the store may be gone when this rank asks for it.
+
+        Args:
+            before: what the last look returned: the hop that this rank waited for then.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        assert self._store is not None
+        now = self._hop
+        if now[1] and now == before:
+            self._compare(*now)
+        if self._store.check([_ASKED]):
+            _write(self._store, self._rank, self._progress)
+            give_up = self._end_waits() if self._verdicts.first() is not None else None
+            if give_up and (self._hop[1] or not self._ends_hops_alone):
+                give_up()
+        return now
+
+    def _compare(self, num_hops: int, identity: int) -> None:
+        """Publish a verdict where another rank waits for another hop of the same number."""
+        assert self._store is not None
+        self._store.set(_hop_of(self._rank), json.dumps([num_hops, identity]))
+        for other in self._on_ring:
+            if other == self._rank or not self._store.check([_hop_of(other)]):
+                continue
+            count, theirs = json.loads(self._store.get(_hop_of(other)))
+            if count == num_hops and theirs != identity:
+                text = self._modules.difference(self._rank, identity, other, theirs)
+                self._store.set(_ASKED, "yes")
+                self._verdicts.publish(Verdict(text, is_mispaired=True))
 
     @contextmanager
     def waiting(self, what: str, identity: int = 0) -> Iterator[None]:
@@ -219,18 +239,18 @@ class HangDiagnosis:
         """
         self._progress.waiting_for = what
         if identity:
-            num_hops, _ = self._hop.now
-            self._hop.now = num_hops, identity
+            num_hops, _ = self._hop
+            self._hop = num_hops, identity
         yield
         if identity:
-            self._hop.now = num_hops + 1, 0
+            self._hop = num_hops + 1, 0
         self._progress.waiting_for = ""
         self._progress.num_waits_done += 1
 
     def pass_hop(self, identity: int) -> None:
         """Count a hop of a module in which this rank sends and receives nothing."""
         if identity:
-            self._hop.now = self._hop.now[0] + 1, 0
+            self._hop = self._hop[0] + 1, 0
 
     @contextmanager
     def collective(self, what: str, identity: int = 0) -> Iterator[None]:
@@ -328,55 +348,16 @@ def _hop_of(rank: int) -> str:
     return f"hop of {rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """The thread of a rank; it holds the diagnosis only while it looks."""
-
-    store: Store
-    rank: int
-    progress: RankProgress
-    verdicts: Verdicts
-    hop: _HopWait
-    modules: Modules
-    ring: Sequence[int]
-    diagnosis: "weakref.ref[HangDiagnosis]"
-    stop: threading.Event
-
-    def run(self) -> None:
-        """Write the rank's progress at every look while some rank asks, until told to stop.
-
-        Read the verdict, too: the store may be gone when this rank asks for it.
-        """
-        before = (0, 0)
+def _answer(diagnosis: "weakref.ref[HangDiagnosis]", stop: threading.Event) -> None:
+    """The thread of a rank: look until told to stop; it holds the diagnosis only while it looks."""
+    before = 0, 0
+    while not stop.wait(_LOOK_INTERVAL_S) and dist.is_initialized():
+        there = diagnosis()
         try:
-            while not self.stop.wait(_LOOK_INTERVAL_S) and dist.is_initialized():
-                now = self.hop.now
-                if now[1] and now == before:
-                    self._compare(*now)
-                before = now
-                if self.store.check([_ASKED]):
-                    _write(self.store, self.rank, self.progress)
-                    if self.verdicts.first() is not None:
-                        self._end_waits()
+            before = (0, 0) if there is None else there.look(before)
         except RuntimeError:
             return  # the store is gone, and so is every rank that might ask
-
-    def _compare(self, num_hops: int, identity: int) -> None:
-        """Publish a verdict where another rank waits for another hop of the same number."""
-        self.store.set(_hop_of(self.rank), json.dumps([num_hops, identity]))
-        for other in self.ring:
-            if other == self.rank or not self.store.check([_hop_of(other)]):
-                continue
-            count, theirs = json.loads(self.store.get(_hop_of(other)))
-            if count == num_hops and theirs != identity:
-                text = self.modules.difference(self.rank, identity, other, theirs)
-                self.store.set(_ASKED, "yes")
-                self.verdicts.publish(Verdict(text, is_mispaired=True))
-                self._end_waits()
-
-    def _end_waits(self) -> None:
-        if (diagnosis := self.diagnosis()) is not None:
-            diagnosis.end_waits()
+        del there
 
 
 def _end(answers: threading.Thread, stop: threading.Event) -> None:
