@@ -92,15 +92,10 @@ def unnamed(mesh: DeviceMesh) -> DeviceMesh:
     if found is None:
         # A mesh reads the values of its tensor of ranks, which a fake tensor has not.
         with without_dispatch():
-            if mesh.ndim == 1:
-                found = DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
-            else:
-                # `from_group` wants names for several axes, but nothing here needs them.
-                groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
-                found = DeviceMesh.from_group(
-                    groups, mesh.device_type, mesh.mesh, mesh_dim_names=names
-                )
-                found._mesh_dim_names = None
+            # `from_group` wants names for several axes, but nothing here needs them.
+            groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+            found = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
+            found._mesh_dim_names = None
         _UNNAMED[mesh] = found
     assert isinstance(found, DeviceMesh)
     return found
