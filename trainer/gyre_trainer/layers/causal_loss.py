@@ -88,7 +88,6 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             'Add "labels", such as a copy of input_ids.'
         )
     library = LibraryModel(model)
-    library.require_known_loss()
     if library.is_encoder_decoder and "decoder_input_ids" not in inputs:
         prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
         if prepare is None:
@@ -196,15 +195,11 @@ class LibraryModel:
         Raises:
             RotationError: the library's own loss is another one.
         """
-        self.require_known_loss()
+        if self.problem:
+            raise RotationError(self.problem)
         transform = {"scale": self._transform.scale, "soft_cap": self._transform.soft_cap}
         loss, output = self._run(inputs, partial(compute, **transform))
         return self._with_router(loss, output)
-
-    def require_known_loss(self) -> None:
-        """Refuse a model whose loss is another one."""
-        if self.problem:
-            raise RotationError(self.problem)
 
     @property
     def problem(self) -> str:
@@ -297,13 +292,13 @@ class LibraryModel:
 
 def takes_causal_loss(model: nn.Module) -> bool:
     """Whether the model is rotated, and `causal_loss` is its loss. The first call is collective."""
-    head = _head_of(model)
-    if not isinstance(head, RotatedModule | ReplicatedModule) or not isinstance(head, nn.Linear):
+    if not isinstance(_head_of(model), RotatedModule | ReplicatedModule):
         return False
-    if num_hooks_of(head):
+    try:
+        library = LibraryModel(model)
+    except RotationError:  # its head is no linear layer, or has a hook
         return False
-    known = _problems.get(model)  # which takes less than to look for the head again
-    return not (LibraryModel(model).problem if known is None else known)
+    return not library.problem
 
 
 def _head_of(model: nn.Module) -> Any:

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
-from gyre_trainer.shards.layout import Layout, local_of, with_local
+from gyre_trainer.shards.layout import Layout, with_local
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
     copy_sharded,
@@ -170,16 +170,21 @@ class ShardedModule:
         Raises:
             RotationError: it would move or convert shards.
         """
-        places = list(_places(cast("nn.Module", self)))
-        for place in places:
-            _require_same(place, fn)
-        for place in places:
-            place.put(None)
+        places = [
+            (f"{type(self).__name__}.{path}.{name}".replace("..", "."), child, name, parameter)
+            for path, child in cast("nn.Module", self).named_modules()
+            for name, parameter in parameters_of(child).items()
+            if isinstance(parameter, DTensor)
+        ]
+        for where, *_, parameter in places:
+            _require_same(where, parameter, fn)
+        for _, child, name, _ in places:
+            parameters_of(child)[name] = None
         try:
             super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
-            for place in places:
-                place.put(place.parameter)
+            for _, child, name, parameter in places:
+                parameters_of(child)[name] = parameter
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -308,41 +313,13 @@ def copy_shards(parameters: list[nn.Parameter], memo: dict[int, Any]) -> None:
                 memo[id(one)] = other
 
 
-class _Place(NamedTuple):
-    """Where a DTensor parameter is.
-
-    Attributes:
-        owner: the module that has it.
-        last: its name there.
-        name: its name in the module that is converted, for messages.
-        parameter: the parameter.
-    """
-
-    owner: nn.Module
-    last: str
-    name: str
-    parameter: Any
-
-    def put(self, parameter: nn.Parameter | None) -> None:
-        """Put another parameter there."""
-        parameters_of(self.owner)[self.last] = parameter
-
-
-def _places(module: nn.Module) -> Iterator[_Place]:
-    for path, child in module.named_modules():
-        for last, parameter in parameters_of(child).items():
-            if isinstance(parameter, DTensor):
-                name = f"{type(module).__name__}.{path}.{last}".replace("..", ".")
-                yield _Place(child, last, name, parameter)
-
-
-def _require_same(place: _Place, fn: Callable[[Tensor], Tensor]) -> None:
-    shard = local_of(place.parameter.detach())
+def _require_same(where: str, parameter: DTensor, fn: Callable[[Tensor], Tensor]) -> None:
+    shard = shard_of(parameter).detach()
     result = fn(shard.view(-1)[:0])
     if (result.dtype, result.device) == (shard.dtype, shard.device):
         return
     raise RotationError(
-        f"{place.name} is rotated as {shard.dtype} on {shard.device} and cannot become "
+        f"{where} is rotated as {shard.dtype} on {shard.device} and cannot become "
         f"{result.dtype} on {result.device}. Move or convert a model before it is rotated."
     )
 

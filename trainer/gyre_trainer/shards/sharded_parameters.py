@@ -199,9 +199,9 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
     return bool(storage_number(one) == storage_number(other))
 
 
-# From a parameter to a weak reference; its object lives as long as a module rotates it.
+# From a parameter to a weak reference, whose object lives as long as a module rotates it, and the
+# place of the parameter there.
 _SHARDED = WeakIdKeyDictionary()
-_SUCCESSORS = WeakIdKeyDictionary()  # from a parameter that was cut to a weak reference, likewise
 
 
 def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
@@ -209,15 +209,15 @@ def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
 
     The parameter that was cut and the DTensor that replaced it are both found.
     """
-    reference = _SHARDED.get(parameter)  # type: ignore[no-untyped-call]
-    sharded = reference() if reference is not None else None
+    found = _SHARDED.get(parameter)  # type: ignore[no-untyped-call]
+    sharded = found[0]() if found is not None else None
     assert sharded is None or isinstance(sharded, ShardedParameters)
     return sharded
 
 
 def lies_in_shards(tensor: Tensor) -> bool:
     """Whether a tensor's memory is that of a rank's shards; it takes a look at all modules."""
-    found = {reference() for reference in _SHARDED.values()}  # type: ignore[no-untyped-call]
+    found = {reference() for reference, _ in _SHARDED.values()}  # type: ignore[no-untyped-call]
     addresses = {each.flat.untyped_storage().data_ptr() for each in found if each is not None}
     return bool(tensor.numel()) and tensor.untyped_storage().data_ptr() in addresses
 
@@ -227,17 +227,14 @@ def shard_parameters(
 ) -> ShardedParameters:
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
-    find_from(sharded, (*sources, *sharded.parameters))
-    for source, parameter in zip(sources, sharded.parameters, strict=True):
-        _SUCCESSORS[source] = weakref.ref(parameter)
+    find_from(sharded, sources)
+    find_from(sharded, sharded.parameters)
     return sharded
 
 
-def successor_of(source: nn.Parameter) -> nn.Parameter | None:
-    """The parameter that has replaced this one when it was cut; None if none has."""
-    reference = _SUCCESSORS.get(source)  # type: ignore[no-untyped-call]
-    parameter: nn.Parameter | None = reference() if reference is not None else None
-    return parameter
+def successor_of(source: nn.Parameter, sharded: ShardedParameters) -> nn.Parameter:
+    """The one of the parameters that has replaced this one when it was cut."""
+    return sharded.parameters[_SHARDED[source][1]]
 
 
 def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
@@ -261,9 +258,9 @@ def note_rewritten(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) -> None:
-    """Let `sharded_parameters_of` find it."""
-    for parameter in parameters:
-        _SHARDED[parameter] = weakref.ref(sharded)
+    """Let `sharded_parameters_of` find it from parameters in the order of its cuts."""
+    for place, parameter in enumerate(parameters):
+        _SHARDED[parameter] = weakref.ref(sharded), place
 
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

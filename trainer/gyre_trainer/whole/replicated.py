@@ -49,7 +49,7 @@ from gyre_trainer.torch_internals import (
     uncompiled,
 )
 from gyre_trainer.whole.adapters import plain_adapters
-from gyre_trainer.whole.averaged_gradients import ReplicatedGradients, take_first_ranks_values
+from gyre_trainer.whole.averaged_gradients import ReplicatedGradients
 from gyre_trainer.whole.gathered import GatheredParameter, saved_by_place
 
 # A parameter of 2^18 elements is 1 MiB in float32. A smaller one would take longer for its hops, in
@@ -111,7 +111,7 @@ class ReadRule(Rule):
         """
         read = [name for name, *_ in own_parameters(module)] + list(self.names)
         found = [
-            cut_of(name, parameter, num_slices)
+            Cut(name, shape := tuple(parameter.shape), _dim(shape, num_slices))
             for name in read
             if (parameter := module.get_parameter(name)).dim() and self.fits(parameter)
         ]
@@ -129,12 +129,6 @@ class ReadRule(Rule):
             and not isinstance(parameter, DTensor)
             and parameter.numel() >= max(1, self.min_numel)
         )
-
-
-def cut_of(name: str, parameter: Tensor, num_slices: int) -> Cut:
-    """The cut of a gathered parameter, along the first dim that all slices have part of."""
-    shape = tuple(parameter.shape)
-    return Cut(name, shape, _dim(shape, num_slices))
 
 
 def _dim(shape: tuple[int, ...], num_slices: int) -> int:
@@ -163,20 +157,6 @@ def reads_much(module: nn.Module, min_numel: int) -> bool:
         for parameter in parameters_of(child).values()
     }
     return not any(id(parameter) in inside for parameter in owned if rule.fits(parameter))
-
-
-def cut_for_reading(source: nn.Parameter, cut: Cut, target: RotationTarget) -> ShardedParameters:
-    """The shards of a parameter; those that are there where it is tied to one that is cut.
-
-    Raises:
-        RotationError: it is on another device than the mesh.
-    """
-    if source.device.type not in ("meta", target.mesh.device_type):
-        raise RotationError(
-            f"{cut.name} is on {source.device}, but the mesh is of {target.mesh.device_type}"
-        )
-    sharded = sharded_parameters_of(source)
-    return sharded or shard_parameters([source], Layout((cut,), target.num_slices), target.mesh)
 
 
 def read_layers_of(module: nn.Module) -> list[nn.Module]:
@@ -282,7 +262,15 @@ def shard_own(module: nn.Module, rule: ReadRule, target: RotationTarget) -> None
     for cut in rule.cuts(module, target.num_slices):
         path, _, last = cut.name.rpartition(".")
         owner = module.get_submodule(path)
-        sharded = cut_for_reading(owner.get_parameter(last), cut, target)
+        source = owner.get_parameter(last)
+        if source.device.type not in ("meta", target.mesh.device_type):
+            raise RotationError(
+                f"{cut.name} is on {source.device}, but the mesh is of {target.mesh.device_type}"
+            )
+        sharded = sharded_parameters_of(source)  # of a parameter that it is tied to
+        if sharded is None:
+            layout = Layout((cut,), target.num_slices)
+            sharded = shard_parameters([source], layout, target.mesh)
         _read(module, cut.name, owner, sharded, target)
 
 
@@ -308,8 +296,7 @@ def _read(
     """Put the sharded parameter into its place, and let the module read it."""
     last = name.rpartition(".")[2]
     source = owner.get_parameter(last)
-    parameter = successor_of(source)
-    assert parameter is not None
+    parameter = successor_of(source, sharded)
     note_replaced(source, f"{name} of {own_class(module).__name__}")
     setattr(owner, last, parameter)
     dtype = None if keeps_dtype(module, parameter) else target.policy.outer_dtype
@@ -360,7 +347,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | None = None) -> None:
-    """Keep all parameters of the module that do not rotate whole on every rank.
+    """Keep all parameters of the module that do not rotate whole on every rank, with equal values.
 
     Modules use them, and take their arguments, in ``outer_dtype``.
 
@@ -371,8 +358,6 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
     before = [p for p in module.parameters() if isinstance(p, DTensor)]
     copies: dict[nn.Parameter, nn.Parameter] = {}
     plain = dict.fromkeys(plain_adapters(module))
-    for parameter in plain:
-        take_first_ranks_values(parameter, mesh)
     for path, child in list(module.named_modules()):
         loose = {
             name: p
@@ -539,7 +524,7 @@ def _before_state(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
 
 
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
-    """A DTensor parameter with the values of rank 0; NaN where ``source`` is on `meta`."""
+    """A DTensor parameter with the values of ``source``; NaN where that is on `meta`."""
     if sharded_parameters_of(source) is not None:
         raise RotationError(
             f"{name} is tied to a parameter that rotates; first rotate the module that it is in"
@@ -553,7 +538,6 @@ def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Paramet
         )
     else:
         local = source.detach().clone()
-        take_first_ranks_values(local, mesh)
     return as_parameter(local, mesh, Replicate(), source)
 
 
