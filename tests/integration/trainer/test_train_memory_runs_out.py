@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gyre_trainer.training.launcher import explained
 
-from tests.integration.trainer.test_train_refusals import CONFIG
+from tests.train_jobs import TINY_GPT, tiny_run
 
 DEADLINE_S = 240.0
 LIMIT_BYTES = 32 << 30  # of addresses; the model asks for 384 GiB at once
@@ -44,10 +45,9 @@ def test_the_allocators_own_error() -> None:
 
 def test_a_rank_without_memory_says_so_in_one_line(tmp_path: Path) -> None:
     config = tmp_path / "train.toml"
-    config.write_text(CONFIG.format(out=tmp_path / "run"))
-    command = [sys.executable, "-m", "gyre_trainer", "trace", str(config), "--nproc=2"]
-    command += ["--set=run.device=cpu", "--set=model.hidden_dim=1073741824", "--set=model.dim=64"]
-    command += [f"--out={tmp_path}/trace"]
+    (np.arange(90) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    config.write_text(tiny_run(tmp_path, model=TINY_GPT | {"hidden_dim": 2**30, "dim": 64}))
+    command = [sys.executable, "-m", "gyre_trainer", "run", str(config), "--nproc=2"]
     done = subprocess.run(
         command,
         capture_output=True,

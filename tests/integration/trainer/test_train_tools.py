@@ -1,11 +1,7 @@
-"""`gyre-train plan` and `trace`, as a user calls them."""
+"""`gyre-train plan`, as a user calls it."""
 
 import json
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gyre_trainer.cli import main
@@ -202,31 +198,3 @@ def test_an_impossible_plan_is_one_sentence(
     said = capsys.readouterr()
     assert reason in said.err
     assert said.out == ""
-
-
-def test_trace_names_every_step_of_every_rotation(config: str, tmp_path: Path) -> None:
-    flags = ["--nproc", "2", "--steps", "2", "--out", str(tmp_path / "traces"), *BY_SLICE]
-    subprocess.run(
-        [sys.executable, "-m", "gyre_trainer", "trace", config, *flags], check=True, timeout=120
-    )
-    for rank in range(2):
-        names = Counter(_annotations(tmp_path / "traces" / f"rank-{rank}.json"))
-        parts = [f"blocks.{block}.{part}" for block in range(3) for part in ("attention", "mlp")]
-        modules = [*parts, "head"]
-        for module in modules:
-            for phase in ("forward", "backward"):
-                assert names[f"{module} {phase}: slice {rank}, hop 0"] == 2
-                assert names[f"{module} {phase}: slice {1 - rank}, hop 1"] == 2
-        assert sum(" hop " in name for name in names) == 4 * len(modules)
-        for what in ("forward: fetching rows", "backward: sending gradients of rows"):
-            assert names[f"embedding {what}"] == 2
-        assert names["step 2"] == names["step 3"] == 1
-        assert names["forward"] == names["backward"] == names["update"] == 2
-        assert names[f"rank {rank}: receiving weights from rank {1 - rank}"] >= 2 * (
-            2 * len(modules) - 1
-        )
-
-
-def _annotations(path: Path) -> list[str]:
-    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    return [event["name"] for event in events if event.get("cat") == "user_annotation"]

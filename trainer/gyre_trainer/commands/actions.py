@@ -85,13 +85,6 @@ def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> Pat
     return path
 
 
-def trace(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Profile a few steps, as one rank."""
-    from gyre_trainer.training.train import trace as traced
-
-    traced(config, options.out, options.steps)
-
-
 def export(config: TrainConfig, options: argparse.Namespace) -> None:
     """Write this rank's part of a checkpoint's model."""
     from gyre_trainer.training import export as exported

@@ -42,7 +42,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return commands.add_parser(name, help=about, description=summary)
 
     _add_run(add("run", "run a training configuration to its end"))
-    _add_trace(add("trace", "profile a few steps on random tokens; every rotation step is named"))
     _add_eval(add("eval", "print a checkpoint's loss and perplexity on a whole dataset"))
     _add_export(add("export", "write a checkpoint's model in the layout of transformers"))
     _add_plan(add("plan", "show what each module becomes, and what a step costs a rank"))
@@ -76,24 +75,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.set_defaults(
         be_rank=actions.run, imports="gyre_trainer.training.train", prepare=actions.prepare_run
-    )
-
-
-def _add_trace(traces: argparse.ArgumentParser) -> None:
-    _add_config(traces)
-    _add_nproc(traces)
-    traces.add_argument(
-        "--out",
-        type=Path,
-        default=Path("trace"),
-        metavar="FOLDER",
-        help="where rank-*.json are written (default trace)",
-    )
-    traces.add_argument("--steps", type=_count, default=3, help="steps to record (default 3)")
-    traces.set_defaults(
-        be_rank=actions.trace,
-        imports="gyre_trainer.training.train",
-        prepare=lambda _, options: make_folder(options.out, "--out"),
     )
 
 

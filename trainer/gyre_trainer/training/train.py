@@ -1,7 +1,4 @@
-"""A training run from its configuration to its report: the part of one rank.
-
-`gyre-train trace`: a profiler's trace of a few steps on random tokens.
-"""
+"""A training run from its configuration to its report: the part of one rank."""
 
 import hashlib
 import math
@@ -12,17 +9,14 @@ import torch
 import torch.distributed as dist
 from gyre_client import Loader
 from gyre_protos.text import counted
-from torch.profiler import ProfilerActivity, profile
 
-from gyre_trainer.comm.identity import name_modules, span
 from gyre_trainer.comm.ring import Hop, collective
 from gyre_trainer.errors import CheckpointRejected, Diverged
 from gyre_trainer.layers.quantized import num_weights
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.collate import collator_of, stand_in
+from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig, learning_rate
-from gyre_trainer.training.config_file import make_folder
 from gyre_trainer.training.evaluation import loss_on_first
 from gyre_trainer.training.history import StepStats, StepTimes
 from gyre_trainer.training.rank_context import (
@@ -220,34 +214,3 @@ def _seed(*numbers: int) -> None:
     """
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little"))
-
-
-# The first step allocates the optimizer's states and the transient buffers, the second learns the
-# order of modules in backward; a trace of either would not show a usual step.
-_NUM_WARM_UP_STEPS = 2
-
-
-def trace(config: TrainConfig, out: Path, num_steps: int) -> None:
-    """Write ``out``/rank-R.json, a Chrome trace, as one of the ranks that the environment names.
-
-    Raises:
-        TrainError: the run cannot be as it is configured.
-    """
-    with join_job(config.run, tf32=config.precision.tf32) as context:
-        config.require_divisible(context.world_size)
-        model = build_model(config, context)
-        name_modules(model)
-        stepper = Stepper(model, config, span)
-        num_rows = config.data.batch_size // context.world_size
-        examples = stand_in(config, num_rows, seed=context.rank)
-        for step in range(_NUM_WARM_UP_STEPS):
-            stepper.take(examples, step)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
-            context.device.type == "cuda"
-        )
-        with profile(activities=activities) as profiler:
-            for step in range(_NUM_WARM_UP_STEPS, _NUM_WARM_UP_STEPS + num_steps):
-                with span(f"step {step}"):
-                    stepper.take(examples, step)
-        make_folder(out, "--out")
-        profiler.export_chrome_trace(str(out / f"rank-{context.rank}.json"))
