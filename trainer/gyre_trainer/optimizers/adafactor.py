@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gyre_trainer.optimizers.shard import SumsOverRanks, own_shard_of, shaped_like
+from gyre_trainer.optimizers.shard import SumsOverRanks, loss_of, own_shard_of, shaped_like
 from gyre_trainer.shards.layout import local_of
 
 
@@ -32,10 +32,7 @@ class Adafactor(torch.optim.Adafactor):
         Args:
             closure: computes the loss and its gradients again; its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             sums = SumsOverRanks()
             steps = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gyre_trainer.optimizers.shard import load_as_saved, own_shard_of, shaped_like
+from gyre_trainer.optimizers.shard import load_as_saved, loss_of, own_shard_of, shaped_like
 from gyre_trainer.shards.layout import local_of
 
 # Entries that share a scale: more make codes less exact, fewer take more than 1/64 of a byte each.
@@ -54,10 +54,7 @@ class AdamW8bit(Optimizer):
         Args:
             closure: computes the loss and its gradients again; its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from gyre_trainer.comm.ring import collective
-from gyre_trainer.optimizers.shard import OwnShard, own_shard_of
+from gyre_trainer.optimizers.shard import OwnShard, loss_of, own_shard_of
 from gyre_trainer.shards.layout import local_of, slice_bounds
 
 _DTYPE = torch.bfloat16  # in which torch's Muon orthogonalises
@@ -55,10 +55,7 @@ class Muon(torch.optim.Muon):
         Args:
             closure: computes the loss and its gradients again; its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         shared: defaultdict[dist.ProcessGroup, list[_Matrix]] = defaultdict(list)
         for options in self.param_groups:
             for parameter in options["params"]:

@@ -16,6 +16,14 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import as_dtensor
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The result of a step's closure, which computes gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 @dataclass(frozen=True, slots=True)
 class OwnShard:
     """How a parameter is cut.

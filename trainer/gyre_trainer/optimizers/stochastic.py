@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gyre_trainer.optimizers.shard import load_as_saved
+from gyre_trainer.optimizers.shard import load_as_saved, loss_of
 from gyre_trainer.shards.layout import local_of, place_of
 
 _NUM_DROPPED_BITS = 16  # of float32, next to bfloat16
@@ -73,10 +73,7 @@ class _StochasticRounding(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the optimizer."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = self.param_groups
         try:
             self.param_groups = [
