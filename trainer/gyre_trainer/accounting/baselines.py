@@ -1,7 +1,6 @@
 # ruff: noqa: N803, N806  # names carry shape letters
 """The baselines of rotation: the same model under FSDP2 and under data parallelism."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from types import SimpleNamespace
@@ -21,10 +20,6 @@ from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated, set_resting_dtype
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPT, Block, GPTConfig
-
-# DDP's default. Larger buckets raise its peak, smaller ones its number of all-reduces; the
-# comparison is fair only with the default.
-_BUCKET_BYTES = 25 << 20
 
 
 class Strategy(StrEnum):
@@ -167,48 +162,22 @@ def sub_blocks(block: nn.Module) -> list[nn.Module]:
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors."""
+    """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors.
+
+    Each gradient has memory of its own from the start, as in DDP's buckets, and one all-reduce.
+    """
     averaging = SimpleNamespace(postponed=False)  # `no_sync` finds it at the model, and sets it
-    bucket: list[nn.Parameter] = []
-    for parameter in reversed([each for each in model.parameters() if each.requires_grad]):
-        bucket.append(parameter)
-        if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
-            _Bucket(bucket, mesh, averaging)
-            bucket = []
-    if bucket:
-        _Bucket(bucket, mesh, averaging)
+
+    def average(kept: Tensor, parameter: Tensor) -> None:
+        if parameter.grad is not None and not same_storage(parameter.grad, kept):
+            parameter.grad = kept.copy_(parameter.grad)
+        if not averaging.postponed:
+            kept /= mesh.size()
+            dist.all_reduce(kept, group=mesh.get_group())
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hook = partial(average, torch.zeros_like(parameter))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     model.grad_averaging = averaging  # type: ignore[assignment]
     return model
-
-
-class _Bucket:
-    """Gradients of replicated parameters in one flat buffer, averaged when all of them are there.
-
-    The hooks of the parameters hold it, so it lives as long as they do.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: SimpleNamespace
-    ) -> None:
-        self._group = mesh.get_group()
-        self._averaging = averaging
-        self._num_parameters = len(parameters)
-        self._num_here = 0
-        sizes = [parameter.numel() for parameter in parameters]
-        self._flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        for parameter, view in zip(parameters, torch.split(self._flat, sizes), strict=True):
-            parameter.register_post_accumulate_grad_hook(
-                partial(self._take, view.view_as(parameter))
-            )  # type: ignore[no-untyped-call]
-
-    def _take(self, view: Tensor, parameter: Tensor) -> None:
-        if parameter.grad is not None and not same_storage(parameter.grad, view):
-            view.copy_(parameter.grad)
-            parameter.grad = view
-        self._num_here += 1
-        if self._num_here == self._num_parameters:
-            self._num_here = 0
-            if self._averaging.postponed:
-                return
-            self._flat /= dist.get_world_size(self._group)
-            dist.all_reduce(self._flat, group=self._group)
