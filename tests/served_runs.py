@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from gyre_client.command.cli import main
-from gyre_trainer.training.history import committed, digest
+from gyre_trainer.training.history import digest, read
 
 from tests.train_jobs import Job, Jobs
 
@@ -99,7 +99,7 @@ def planned(address: str, step: int, **flags: object) -> list[int]:
 
 def assert_planned(out: Path, address: str, num_steps: int) -> None:
     """Each step is committed once, with the samples that the order has for it."""
-    records = committed(out / "history.jsonl")
+    records = read(out / "history.jsonl").steps
     assert [record.step for record in records] == list(range(num_steps))
     ids = planned(address, 0, **{"batch-size": BATCH_SIZE * num_steps})
     batches = [ids[start : start + BATCH_SIZE] for start in range(0, len(ids), BATCH_SIZE)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_trainer.training.history import committed, resumes
+from gyre_trainer.training.history import read
 
 from tests.daemons import private_daemons
 from tests.preloaded.interpreter import Interpreter
@@ -86,10 +86,10 @@ def test_a_service_may_restart_a_run_that_has_no_checkpoint_yet(
     assert len(daemons_while(interrupted, tmp_path)) == 1
     assert interrupted.returncode == 0
     assert start("--resume-if-any").wait(DEADLINE_S) == 0
-    assert [record.step for record in committed(tmp_path / "run" / "history.jsonl")] == list(
+    assert [record.step for record in read(tmp_path / "run" / "history.jsonl").steps] == list(
         range(6)
     )
-    assert resumes(tmp_path / "run" / "history.jsonl") == [0]
+    assert read(tmp_path / "run" / "history.jsonl").resumed_at == [0]
     assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 6
     assert not list(tmp_path.glob("gyred-*"))
 

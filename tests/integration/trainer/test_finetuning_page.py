@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.training.history import committed, evaluations
+from gyre_trainer.training.history import read
 from safetensors.torch import load_file
 
 from tests.fenced import blocks
@@ -101,8 +101,8 @@ def test_the_configuration_trains_evaluates_and_exports_adapters(
     status, errors = tiny_jobs.ran("run", str(config), "--nproc=2", "--resume-if-any", *where)
     assert status == 0, errors
     history = run / "history.jsonl"
-    assert len(list(committed(history))) == 4
-    assert evaluations(history)
+    assert len(list(read(history).steps)) == 4
+    assert read(history).evaluations
     status, errors = tiny_jobs.ran("export", str(run), str(tmp_path / "adapters"))
     assert status == 0, errors
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "models/llama")

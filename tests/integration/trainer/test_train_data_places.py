@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gyre_client.command.cli import main
-from gyre_trainer.training.history import committed
+from gyre_trainer.training.history import read
 
 from tests.conftest import StartDaemon
 from tests.train_jobs import DEADLINE_S, Job, Jobs, tiny_run
@@ -38,7 +38,7 @@ def test_the_history_of_a_dataset_that_grows_says_the_epochs(
         errors = job.errors(DEADLINE_S)
         assert job.wait(DEADLINE_S) == 0, errors
         write(tmp_path / "data/1.bin", 8)
-    epochs = [each.epoch for each in committed(tmp_path / "run/history.jsonl")]
+    epochs = [each.epoch for each in read(tmp_path / "run/history.jsonl").steps]
     assert epochs == [0, 0, 1, 1, 2, 2, 2, 2, 3]
     assert '"epochs": 3.25' in (tmp_path / "run/report.json").read_text()
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gyre_trainer.training.history import committed
+from gyre_trainer.training.history import read
 
 from tests.train_jobs import Jobs, tiny_run
 
@@ -21,7 +21,7 @@ GPT2 = {
 
 
 def losses(run: Path) -> list[float]:
-    return [each.loss for each in committed(run / "history.jsonl")]
+    return [each.loss for each in read(run / "history.jsonl").steps]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gyre_trainer.training.history import committed, evaluations
+from gyre_trainer.training.history import read
 
 from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
 
@@ -32,7 +32,7 @@ def test_evaluations_are_without_dropout(tmp_path: Path, tiny_jobs: Jobs) -> Non
     errors = job.errors(DEADLINE_S)
     assert job.wait(DEADLINE_S) == 0, errors
     history = tmp_path / "run/history.jsonl"
-    assert [each.step for each in committed(history)] == list(range(12))
-    first, second = evaluations(history)
+    assert [each.step for each in read(history).steps] == list(range(12))
+    first, second = read(history).evaluations
     assert (first.evaluated_at, second.evaluated_at) == (6, 12)
     assert first.eval_loss == second.eval_loss, "the weights stay, and dropout is off"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig, learning_rate, load
-from gyre_trainer.training.history import committed, evaluations
+from gyre_trainer.training.history import read
 from gyre_trainer.training.library import LibraryConfig, library_config
 from gyre_trainer.training.step import build_optimizers
 from torch import Tensor
@@ -123,9 +123,9 @@ def test_a_family_is_trained_and_exported(family: str, tmp_path: Path, jobs: Job
     assert status == 0, errors
     status, errors = jobs.ran("export", str(tmp_path / "run"), str(out), "--nproc=2")
     assert status == 0, errors
-    losses = [each.loss for each in committed(tmp_path / "run/history.jsonl")]
+    losses = [each.loss for each in read(tmp_path / "run/history.jsonl").steps]
     assert losses == pytest.approx(alone.train(), rel=1e-4)
-    (evaluated,) = evaluations(tmp_path / "run/history.jsonl")
+    (evaluated,) = read(tmp_path / "run/history.jsonl").evaluations
     exported, told = auto.from_pretrained(out, output_loading_info=True)
     assert not any(told.values()), told
     with torch.no_grad():

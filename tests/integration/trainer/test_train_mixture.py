@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_trainer.training.history import committed, digest
+from gyre_trainer.training.history import digest, read
 
 from tests.conftest import StartDaemon
 from tests.mixtures import write_sources
@@ -58,7 +58,7 @@ def test_a_packed_mixture_is_learned_from(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    records = committed(tmp_path / "run" / "history.jsonl")
+    records = read(tmp_path / "run" / "history.jsonl").steps
     with Loader("all", batch_size=4, seed=5, address=daemon.address) as loader:
         batches = list(islice(loader.stream(), 6))
     assert [record.sample_ids for record in records] == [

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import Adafactor, AdamW8bit, Muon, rotate, stochastically_rounded
-from gyre_trainer.training.history import committed
+from gyre_trainer.training.history import read
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -48,9 +48,9 @@ def test_a_run_learns_and_resumes_with_the_same_bits(
 
     whole = run("whole")
     again = run("again", f"--resume={whole}/checkpoints/step-00000003")
-    losses = [each.loss for each in committed(whole / "history.jsonl")]
+    losses = [each.loss for each in read(whole / "history.jsonl").steps]
     assert losses[-1] < losses[0] - 0.05
-    assert [each.loss for each in committed(again / "history.jsonl")] == losses[3:]
+    assert [each.loss for each in read(again / "history.jsonl").steps] == losses[3:]
 
 
 @pytest.mark.parametrize(

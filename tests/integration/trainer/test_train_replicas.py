@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from gyre_trainer.training.history import committed
+from gyre_trainer.training.history import read
 
 from tests.train_jobs import Jobs, tiny_run
 
@@ -39,9 +39,9 @@ def test_two_rings_of_two_train_as_one_ring_and_resume_on_any(
     for out, ranks in {"again": rings, "one-ring": ["--nproc=3"]}.items():
         status, errors = run(out, *ranks, halfway)
         assert status == 0, errors
-    whole = committed(tmp_path / "whole/history.jsonl")
-    again = committed(tmp_path / "again/history.jsonl")
-    one_ring = committed(tmp_path / "one-ring/history.jsonl")
+    whole = read(tmp_path / "whole/history.jsonl").steps
+    again = read(tmp_path / "again/history.jsonl").steps
+    one_ring = read(tmp_path / "one-ring/history.jsonl").steps
     assert [each.step for each in again] == [2, 3]
     for expected, same, close in zip(whole[2:], again, one_ring, strict=True):
         assert expected.sample_ids == same.sample_ids == close.sample_ids

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gyre_client.page.training_run import TrainingRun
-from gyre_trainer.training.history import committed, digest, resumes
+from gyre_trainer.training.history import digest, read
 
 from tests.served_runs import (
     BATCH_SIZE,
@@ -71,10 +71,10 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, trainer
     )
     status, errors = trainer.run(killed, "--nproc=2", "--resume")
     assert status == 0, errors
-    assert resumes(killed / "history.jsonl") == [resumed_from]
+    assert read(killed / "history.jsonl").resumed_at == [resumed_from]
     assert_planned(killed, trainer.address, 12)
     losses = [
-        [record.loss for record in committed(out / "history.jsonl")] for out in (whole, killed)
+        [record.loss for record in read(out / "history.jsonl").steps] for out in (whole, killed)
     ]
     assert losses[0] == losses[1]
     expected, found = (weights(out / "checkpoints" / "step-00000012") for out in (whole, killed))
@@ -90,7 +90,7 @@ def check_status(out: Path, peaks: list[int]) -> None:
     run.look()
     shown = run.plain()
     assert (shown["state"], shown["step"], shown["steps"]) == ("finished", 12, 12)
-    assert shown["loss"] == committed(out / "history.jsonl")[-1].loss
+    assert shown["loss"] == read(out / "history.jsonl").steps[-1].loss
     assert shown["tokens_per_s"] > 0
     assert len(shown["ranks"]) == 2
     for rank, peak in zip(shown["ranks"], peaks, strict=True):
@@ -123,7 +123,7 @@ def test_torchrun_and_another_world_size_consume_and_learn_the_same(
     for out in (launched, under_torchrun):
         assert_planned(out, trainer.address, 4)
     one_rank, two_ranks = (
-        [record.loss for record in committed(out / "history.jsonl")]
+        [record.loss for record in read(out / "history.jsonl").steps]
         for out in (launched, under_torchrun)
     )
     assert one_rank == pytest.approx(two_ranks, rel=1e-5)
@@ -160,7 +160,7 @@ def test_padding_evaluation_and_bfloat16_in_one_run(tmp_path: Path, trainer: Tra
     ]
     status, errors = trainer.run(out, "--nproc=2", *(f"--set={flag}" for flag in flags))
     assert status == 0, errors
-    records = committed(out / "history.jsonl")
+    records = read(out / "history.jsonl").steps
     assert [record.num_targets for record in records] == [BATCH_SIZE * SEQUENCE_LENGTH] * 7 + [
         4 * SEQUENCE_LENGTH,
         128,
@@ -189,7 +189,7 @@ def test_a_resumed_run_leaves_steps_of_its_data_out(tmp_path: Path, trainer: Tra
     assert (status, "it stands at step 2" in errors) == (2, True), errors
     status, errors = trainer.run(out, *less, "--set=data.skip_steps=[[3, 7]]")
     assert status == 0, errors
-    records = committed(out / "history.jsonl")
+    records = read(out / "history.jsonl").steps
     steps = [0, 1, 2, 7, 8]
     expected = [digest(planned(trainer.address, step)) for step in steps]
     assert [record.sample_ids for record in records] == expected

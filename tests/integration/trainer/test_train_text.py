@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import webdataset
-from gyre_trainer.training.history import committed
+from gyre_trainer.training.history import read
 
 DOCUMENTS = [b"", b"a", b"some words", b"as many as fit", "longer, é: ".encode() * 20, b"z" * 256]
 CONFIG = """
@@ -54,7 +54,7 @@ def test_documents_of_any_length_are_learned_from(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    records = committed(tmp_path / "run" / "history.jsonl")
+    records = read(tmp_path / "run" / "history.jsonl").steps
     # of each document its bytes and its end but for the first token, or a full row
     targets_of_an_epoch = 0 + 1 + 10 + 14 + 14 + 14
     assert [

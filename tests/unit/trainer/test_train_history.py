@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gyre_trainer.errors import RecordsFailed
 from gyre_trainer.training import history as history_module
-from gyre_trainer.training.history import History, StepRecord, committed, digest, resumes
+from gyre_trainer.training.history import History, StepRecord, digest, read
 
 RECORD = StepRecord(0, 0, 2.5, 1e-3, 64, 0.5, 0.1, digest([1, 2]))
 
@@ -30,8 +30,8 @@ def write(path: Path, resumed_at: int | None, lines: list[StepRecord]) -> None:
 
 def test_written_records_are_read_back(path: Path) -> None:
     write(path, None, records(0, 5))
-    assert committed(path) == records(0, 5)
-    assert resumes(path) == []
+    assert read(path).steps == records(0, 5)
+    assert read(path).resumed_at == []
 
 
 def test_a_history_has_one_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +51,8 @@ def test_steps_lost_before_a_resume_are_not_committed(path: Path) -> None:
     write(path, None, records(0, 7))
     write(path, 4, records(4, 9, loss=1.0))
     write(path, 6, records(6, 8, loss=0.5))
-    assert committed(path) == records(0, 4) + records(4, 6, loss=1.0) + records(6, 8, loss=0.5)
-    assert resumes(path) == [4, 6]
+    assert read(path).steps == records(0, 4) + records(4, 6, loss=1.0) + records(6, 8, loss=0.5)
+    assert read(path).resumed_at == [4, 6]
 
 
 def test_written_lines_are_never_rewritten(path: Path) -> None:
@@ -68,9 +68,9 @@ def test_a_line_torn_by_a_kill_is_left_out_and_cut_off_by_the_next_run(
 ) -> None:
     write(path, None, records(0, 3))
     path.write_bytes(path.read_bytes()[:-num_bytes_lost])
-    assert committed(path) == records(0, 2)
+    assert read(path).steps == records(0, 2)
     write(path, 2, records(2, 4))
-    assert committed(path) == records(0, 4)
+    assert read(path).steps == records(0, 4)
 
 
 def test_the_digest_depends_on_the_ids_and_their_order() -> None:

@@ -1,7 +1,7 @@
 """The steps of a run and their losses, one JSON line per step, appended and never rewritten.
 
 A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step and later steps
-then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly
+then belong to weights that were lost. `read` reads the file by this rule and leaves exactly
 one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
 STEP` prints, where STEP is the step of the data's order: that of the run, and those before it that
 `data.skip_steps` leaves out. Evaluations have their own lines, to which the same rule applies.
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +59,12 @@ class StepRecord:
     @property
     def shown(self) -> dict[str, float]:
         """Figures for boards."""
-        elapsed_s = max(self.elapsed_s, 1e-9)
+        its = speed([self])
         return {
             "train/loss": self.loss,
             "train/learning_rate": self.lr,
-            "speed/tokens_per_s": self.num_targets / elapsed_s,
-            "speed/data_wait_share": self.data_wait_s / elapsed_s,
+            "speed/tokens_per_s": its.tokens_per_s,
+            "speed/data_wait_share": its.data_wait_share,
         }
 
 
@@ -92,6 +92,24 @@ class Evaluation:
 
 
 Entry = StepRecord | Evaluation
+
+
+class Speed(NamedTuple):
+    """How fast some steps were, in seconds, tokens, and shares of the seconds."""
+
+    elapsed_s: float
+    num_tokens: int
+    tokens_per_s: float
+    data_wait_share: float
+
+
+def speed(records: Sequence[StepRecord]) -> Speed:
+    """Of steps that follow each other."""
+    elapsed_s = max(sum(each.elapsed_s for each in records), 1e-9)
+    num_tokens = sum(each.num_targets for each in records)
+    waited_s = sum(each.data_wait_s for each in records)
+    return Speed(elapsed_s, num_tokens, num_tokens / elapsed_s, waited_s / elapsed_s)
+
 
 _NAMES = {field.name for field in fields(StepRecord)}
 _NUMBERS = (_NAMES | {"resumed_at", "evaluated_at", "eval_loss"}) - {"sample_ids"}
@@ -152,39 +170,41 @@ class History:
         self._file.write(json.dumps(line) + "\n")
 
 
-def committed(path: Path) -> list[StepRecord]:
-    """The records that led to the newest weights, by step, without a torn last line.
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a history says of the newest weights.
+
+    Attributes:
+        steps: the records that led to them, by step.
+        evaluations: those of the weights on the way.
+        resumed_at: the steps at which the run was resumed, in the order of the file.
+    """
+
+    steps: list[StepRecord]
+    evaluations: list[Evaluation]
+    resumed_at: list[int]
+
+
+def read(path: Path) -> Recorded:
+    """The history in a file, without a torn last line.
 
     Raises:
         RecordsFailed: a line is damaged; the message has its number.
     """
-    records: list[StepRecord] = []
+    steps: list[StepRecord] = []
+    evaluations: list[Evaluation] = []
+    resumed_at: list[int] = []
     for entry in _entries(path):
         if "resumed_at" in entry:
-            records = [record for record in records if record.step < entry["resumed_at"]]
+            step = entry["resumed_at"]
+            steps = [each for each in steps if each.step < step]
+            evaluations = [each for each in evaluations if each.evaluated_at <= step]
+            resumed_at.append(step)
         elif entry.keys() >= _NAMES:
-            records.append(StepRecord(**{name: entry[name] for name in _NAMES}))
-    return records
-
-
-def evaluations(path: Path) -> list[Evaluation]:
-    """The evaluations of the weights that led to the newest ones.
-
-    Raises:
-        RecordsFailed: as `committed`.
-    """
-    found: list[Evaluation] = []
-    for entry in _entries(path):
-        if "resumed_at" in entry:
-            found = [each for each in found if each.evaluated_at <= entry["resumed_at"]]
+            steps.append(StepRecord(**{name: entry[name] for name in _NAMES}))
         elif entry.keys() >= {"evaluated_at", "eval_loss"}:
-            found.append(Evaluation(entry["evaluated_at"], entry["eval_loss"]))
-    return found
-
-
-def resumes(path: Path) -> list[int]:
-    """The steps at which the run was resumed, in the order of the file."""
-    return [entry["resumed_at"] for entry in _entries(path) if "resumed_at" in entry]
+            evaluations.append(Evaluation(entry["evaluated_at"], entry["eval_loss"]))
+    return Recorded(steps, evaluations, resumed_at)
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

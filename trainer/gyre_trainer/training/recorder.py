@@ -28,10 +28,10 @@ from gyre_trainer.training.history import (
     Entry,
     Evaluation,
     History,
+    Recorded,
     StepRecord,
-    committed,
-    evaluations,
-    resumes,
+    read,
+    speed,
 )
 
 # The final loss is the mean of this many steps. One step's loss depends on its batch; many more
@@ -91,7 +91,7 @@ class RunRecorder:
                     "or choose another `run.out`"
                 )
             self._history = History(self._history_path)
-            committed(self._history_path)  # which also checks it, before anything is trained
+            read(self._history_path)  # which also checks it, before anything is trained
             if first_step or is_begun:
                 self._history.resume_at(first_step)
             self._boards = boards.opened(
@@ -124,12 +124,11 @@ class RunRecorder:
         self, records: Sequence[StepRecord], ranks: npt.NDArray[np.float64], cursor: bytes
     ) -> dict[str, Any]:
         """The present state of the run: means of these steps, and of each rank."""
-        elapsed_s = max(sum(record.elapsed_s for record in records), 1e-9)
         return {
             "step": records[-1].step + 1,
             "steps": self._config.run.steps,
             "loss": records[-1].loss,
-            "tokens_per_s": sum(record.num_targets for record in records) / elapsed_s,
+            "tokens_per_s": speed(records).tokens_per_s,
             "written_at": time.time(),
             "dataset": self._config.data.dataset,
             "format": self._config.data.format,
@@ -174,20 +173,20 @@ class RunRecorder:
             self._history.close()
             for board in self._boards:
                 board.close()
-            records = committed(self._history_path)
-            if not records:
+            recorded = read(self._history_path)
+            if not recorded.steps:
                 raise ConfigError(
                     f"nothing is left to train: the checkpoint is of the last step, "
                     f"{self._config.run.steps}; make `run.steps` larger"
                 )
-            report = self._report(records, peak_memory_bytes, epochs_passed)
+            report = self._report(recorded, peak_memory_bytes, epochs_passed)
             self._report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             title = (
                 f"{self._config.data.dataset}: {self._facts.num_parameters / 1e6:.1f} M parameters "
                 f"on {counted(self._facts.world_size, 'rank')}, "
                 f"{report['num_tokens'] / 1e6:.1f} M tokens"
             )
-            draw_loss(records, report["resumed_at"], title, self._figure_path)
+            draw_loss(recorded.steps, recorded.resumed_at, title, self._figure_path)
             self._progress.say(
                 f"final loss {report['final_loss']:.4f}; "
                 f"see {self._report_path} and {self._figure_path}"
@@ -206,26 +205,25 @@ class RunRecorder:
             ) from error
 
     def _report(
-        self, records: Sequence[StepRecord], peak_memory_bytes: Sequence[int], epochs_passed: float
+        self, recorded: Recorded, peak_memory_bytes: Sequence[int], epochs_passed: float
     ) -> dict[str, Any]:
         """The run in figures, over the steps that led to the final weights."""
-        elapsed_s = sum(record.elapsed_s for record in records)
-        num_tokens = sum(record.num_targets for record in records)
-        evaluated = evaluations(self._history_path)
+        steps = recorded.steps
+        its = speed(steps)  # without evaluations and checkpoints
         return {
-            "steps": len(records),
-            "final_loss": final_loss(records),
-            "num_tokens": num_tokens,
-            "tokens_per_s": num_tokens / elapsed_s,  # without evaluations and checkpoints
-            "data_wait_share": sum(record.data_wait_s for record in records) / elapsed_s,
+            "steps": len(steps),
+            "final_loss": final_loss(steps),
+            "num_tokens": its.num_tokens,
+            "tokens_per_s": its.tokens_per_s,
+            "data_wait_share": its.data_wait_share,
             "epochs": epochs_passed,
-            "position": self._facts.data_step(len(records)) * self._config.data.batch_size,
+            "position": self._facts.data_step(len(steps)) * self._config.data.batch_size,
             "world_size": self._facts.world_size,
             "num_parameters": self._facts.num_parameters,
             "compute_dtype": self._config.precision.compute_dtype,
             "peak_memory_bytes": list(peak_memory_bytes),
-            "resumed_at": resumes(self._history_path),
-            "eval_loss": evaluated[-1].eval_loss if evaluated else None,
+            "resumed_at": recorded.resumed_at,
+            "eval_loss": recorded.evaluations[-1].eval_loss if recorded.evaluations else None,
         }
 
 
@@ -267,14 +265,12 @@ class Progress:
 def describe(records: Sequence[StepRecord], num_steps: int) -> str:
     """Step, mean loss, tokens/s, share of time waiting for data, and time left."""
     last = records[-1]
-    elapsed_s = max(sum(record.elapsed_s for record in records), 1e-9)
+    its = speed(records)
     loss = sum(record.loss for record in records) / len(records)
-    tokens_per_s = sum(record.num_targets for record in records) / elapsed_s
-    wait_share = sum(record.data_wait_s for record in records) / elapsed_s
-    left_s = elapsed_s / len(records) * (num_steps - last.step - 1)
+    left_s = its.elapsed_s / len(records) * (num_steps - last.step - 1)
     return (
         f"step {last.step + 1:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  lr "
-        f"{last.lr:.2e}  {tokens_per_s:,.0f} tokens/s  data wait {wait_share:.1%}  "
+        f"{last.lr:.2e}  {its.tokens_per_s:,.0f} tokens/s  data wait {its.data_wait_share:.1%}  "
         f"left {timedelta(seconds=round(left_s))}"
     )
 
