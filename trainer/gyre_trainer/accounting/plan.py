@@ -23,7 +23,6 @@ from gyre_trainer.errors import ConfigError
 from gyre_trainer.inspection.rotation_plan import PlanEntry, table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.training.build import has_adapters
 from gyre_trainer.training.config import TrainConfig
 
 
@@ -459,7 +458,7 @@ def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
     costs = iter(step_costs([*((config, each, num_ranks) for each in others), *steps]))
     ways = [Way(str(each), next(costs), num_ranks) for each in others]
     gradient_bytes = modules.num_trainable * getattr(torch, config.precision.grad_dtype).itemsize
-    averaged = 0 if has_adapters(config.model) else gradient_bytes
+    averaged = 0 if config.model.lora.rank else gradient_bytes
     rings = {n: rotating(next(costs), n, num_ranks, size, averaged) for n in sizes}
     return Plan(
         config,

@@ -17,7 +17,7 @@ from gyre_trainer.training import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.gpt import GPT, GPTConfig
 from gyre_trainer.training.library import LibraryConfig, layers_of, library_model
-from gyre_trainer.training.lora import Lora, adapt
+from gyre_trainer.training.lora import adapt
 from gyre_trainer.training.losses import LibraryLoss, Loss
 from gyre_trainer.training.rank_context import RankContext
 
@@ -43,7 +43,8 @@ def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:
     whose biases have the dtype of their weights, and stacked experts.
     """
     rounds = config.optimizer.stochastic_rounding
-    if not (rounds or (has_adapters(config.model) and _lora(config.model).frozen == "bfloat16")):
+    lora = config.model.lora
+    if not (rounds or (lora.rank and lora.frozen == "bfloat16")):
         return
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -82,9 +83,9 @@ def rotated(config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
         model,
         mesh=mesh,
         policy=policy,
-        find_blocks=not has_adapters(config.model),
+        find_blocks=not config.model.lora.rank,
         # Encoded layers rotate. A checkpoint must not depend on which of them are small.
-        min_numel=0 if encodes(config.model) else config.memory.min_numel,
+        min_numel=0 if config.model.lora.encodes else config.memory.min_numel,
     )
     return model
 
@@ -147,26 +148,12 @@ def _sources(model: ModelConfig, given: Path | None) -> tuple[Path | None, Path 
     own = Path(model.pretrained) if model.pretrained else None
     if given is None or not pretrained.has_adapters(given):
         return given or own, None
-    if not has_adapters(model):
+    if not model.lora.rank:
         raise ConfigError(
             f"--init-from {given}: it has adapters, but `model.lora` has rank 0; set `model.lora` "
             "as in the run that it is from"
         )
     return own, given
-
-
-def has_adapters(model: ModelConfig) -> bool:
-    """Whether only adapters are trained."""
-    return isinstance(model, LibraryConfig) and model.lora.rank > 0
-
-
-def _lora(model: ModelConfig) -> Lora:
-    return model.lora if isinstance(model, LibraryConfig) else Lora()
-
-
-def encodes(model: ModelConfig) -> bool:
-    """Whether frozen linear layers are encoded."""
-    return _lora(model).encodes
 
 
 def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
@@ -180,7 +167,7 @@ def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> No
     Raises:
         ConfigError: it has no linear layers that rotate by themselves.
     """
-    to = _lora(config.model).frozen
+    to = config.model.lora.frozen
     if to not in ("int8", "nf4"):
         return
     head = model.get_output_embeddings()  # type: ignore[operator]

@@ -16,6 +16,7 @@ from gyre_trainer.layers.attention import Attention, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.training.config_file import AtLeast1, NumLayers, RotaryBase
+from gyre_trainer.training.lora import Lora
 from gyre_trainer.training.losses import weighted_cross_entropy
 
 _INIT_STD = 0.02
@@ -38,6 +39,7 @@ class GPTConfig:
     norm: Literal["rms", "layer"] = "rms"
     bias: bool = False
     inside_documents: bool = False
+    lora = Lora()  # no field: adapters are for models of transformers alone
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.num_heads):
