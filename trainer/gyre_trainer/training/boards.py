@@ -5,11 +5,11 @@ The extra `boards` installs both. Only rank 0 opens them.
 
 import importlib.util
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
 
@@ -22,18 +22,6 @@ class BoardsConfig:
 
     tensorboard: bool = True
     wandb_project: str = ""
-
-
-class Board(Protocol):
-    """One of them. Steps count from 1: a figure of step 1 is known when one step was taken."""
-
-    def add(self, step: int, shown: Mapping[str, float]) -> None:
-        """Show figures by their names."""
-        ...
-
-    def close(self) -> None:
-        """Write everything out."""
-        ...
 
 
 def require_installed(boards: BoardsConfig) -> None:
@@ -51,8 +39,10 @@ def require_installed(boards: BoardsConfig) -> None:
 
 def opened(
     boards: BoardsConfig, out: Path, first_step: int, settings: Mapping[str, Any]
-) -> Sequence[Board]:
+) -> "list[_TensorBoard | _WeightsAndBiases]":
     """The boards of a run, which begins at ``first_step`` or continues there.
+
+    Steps count from 1: a figure of step 1 is known when one step was taken.
 
     Args:
         boards: which ones.
@@ -65,7 +55,7 @@ def opened(
         RecordsFailed: Weights & Biases does not begin the run.
     """
     require_installed(boards)
-    found: list[Board] = []
+    found: list[_TensorBoard | _WeightsAndBiases] = []
     if boards.tensorboard and _is_installed("tensorboard"):
         found.append(_TensorBoard(out / "tensorboard", first_step))
     if boards.wandb_project:

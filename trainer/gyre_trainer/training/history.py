@@ -250,15 +250,6 @@ def _drop_torn_line(path: Path) -> None:
             os.truncate(path, content.rfind(b"\n") + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """How long one step took on one rank, and how much of that it waited for its batch and hops."""
-
-    elapsed_s: float
-    data_wait_s: float
-    hop_wait_s: float
-
-
 class StepStats:
     """The figures of one rank's steps since the last `gather`; as many steps on every rank."""
 
@@ -274,7 +265,7 @@ class StepStats:
     def add(
         self,
         loss_sum: Tensor,
-        times: StepTimes,
+        times: tuple[float, float, float],
         num_targets: int,
         batch: Mapping[str, Tensor],
         epoch: int,
@@ -284,14 +275,14 @@ class StepStats:
         Args:
             loss_sum: a scalar on any device, over ``num_targets`` targets of this rank; this call
                 does not wait for it.
-            times: of this rank.
+            times: seconds of the step on this rank, of its wait for the batch, and for hops.
             num_targets: see ``loss_sum``.
             batch: on any device, of equal size on every rank.
             epoch: in which the step begins, the same on every rank.
         """
         self._epochs.append(epoch)
         self._losses.append(loss_sum.detach().double())
-        self._figures.append([num_targets, times.elapsed_s, times.data_wait_s, times.hop_wait_s])
+        self._figures.append([num_targets, *times])
         self._ids.append(batch["sample_id"].long())
 
     def gather(

@@ -4,7 +4,6 @@ All of them show entries of `history.jsonl`. Each rank has a log, too.
 """
 
 import base64
-import io
 import json
 import logging
 import sys
@@ -14,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from gyre_protos.text import counted
 from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training import boards
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.config_file import require_regular
+from gyre_trainer.training.config_file import make_folder, require_regular
 from gyre_trainer.training.history import (
     Entry,
     Evaluation,
@@ -37,9 +36,6 @@ from gyre_trainer.training.history import (
 # The final loss is the mean of this many steps. One step's loss depends on its batch; many more
 # would count steps whose weights were worse.
 FINAL_STEPS = 20
-# Seconds between two lines. A shorter interval fills the log; a much longer one makes readers doubt
-# that the run is alive.
-_LINE_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +93,7 @@ class RunRecorder:
             self._boards = boards.opened(
                 config.boards, self._out, first_step, _without_secrets(config)
             )
-        self._progress = Progress(config.run.steps, sys.stderr)
-        self._progress.say(
+        say(
             f"{facts.num_parameters / 1e6:.2f} M parameters on "
             f"{counted(facts.world_size, 'rank')}, "
             f"{counted(facts.num_samples, 'sample', ',')} per epoch, "
@@ -118,7 +113,7 @@ class RunRecorder:
         self._put(records)
         with self._writing():
             write_status(self._status(records, ranks, cursor), self._status_path)
-        self._progress.show(records)
+        say(describe(records, self._config.run.steps))
 
     def _status(
         self, records: Sequence[StepRecord], ranks: npt.NDArray[np.float64], cursor: bytes
@@ -147,7 +142,7 @@ class RunRecorder:
     def add_evaluation(self, step: int, loss: float) -> None:
         """Write down the evaluation loss of the weights before ``step``."""
         self._put([Evaluation(step, loss)])
-        self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
+        say(f"step {step}: evaluation loss {loss:.4f}")
 
     def _put(self, entries: Sequence[Entry]) -> None:
         """Write entries to the history, and show the same ones on all boards."""
@@ -187,7 +182,7 @@ class RunRecorder:
                 f"{report['num_tokens'] / 1e6:.1f} M tokens"
             )
             draw_loss(recorded.steps, recorded.resumed_at, title, self._figure_path)
-            self._progress.say(
+            say(
                 f"final loss {report['final_loss']:.4f}; "
                 f"see {self._report_path} and {self._figure_path}"
             )
@@ -234,32 +229,10 @@ def _without_secrets(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
-class Progress:
-    """Shows records as they come: a line every few seconds."""
-
-    def __init__(
-        self, num_steps: int, stream: TextIO, clock_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._num_steps = num_steps
-        self._stream = stream
-        self._clock_s = clock_s
-        self._shown_at_s = float("-inf")
-
-    def show(self, records: Sequence[StepRecord]) -> None:
-        """Show a line about these records, unless the last one was a moment ago.
-
-        The last step is always shown.
-        """
-        is_last = records[-1].step + 1 == self._num_steps
-        if is_last or self._clock_s() - self._shown_at_s >= _LINE_INTERVAL_S:
-            self._shown_at_s = self._clock_s()
-            self.say(describe(records, self._num_steps))
-
-    def say(self, text: str) -> None:
-        """Write a line, unless nobody reads any more: a run does not end with its terminal."""
-        with suppress(OSError):
-            self._stream.write(text + "\n")
-            self._stream.flush()
+def say(text: str) -> None:
+    """Write a line to stderr, if anybody reads: a run does not end with its terminal."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def describe(records: Sequence[StepRecord], num_steps: int) -> str:
@@ -328,20 +301,15 @@ def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(sums / norms)
 
 
-class RankLog(logging.FileHandler):
-    """Writes what the trainer logs to `rank-R.log` in the run directory; no file without a line."""
-
-    def __init__(self, out: Path, rank: int) -> None:
-        super().__init__(out / f"rank-{rank}.log", encoding="utf-8", delay=True)
-        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-
-    def _open(self) -> io.TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        return super()._open()
-
-
 def log_to(out: Path, rank: int) -> None:
-    """Let the rank have a log, for the rest of its process."""
+    """Let what the trainer logs go to `rank-R.log` in the run directory; no file without a line.
+
+    Raises:
+        ConfigError: the run directory cannot be made.
+    """
+    make_folder(out, "run.out")
+    handler = logging.FileHandler(out / f"rank-{rank}.log", encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     logger = logging.getLogger("gyre_trainer")
     logger.setLevel(logging.INFO)
-    logger.addHandler(RankLog(out, rank))
+    logger.addHandler(handler)

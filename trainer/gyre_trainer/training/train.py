@@ -18,7 +18,7 @@ from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig, learning_rate
 from gyre_trainer.training.evaluation import loss_on_first
-from gyre_trainer.training.history import StepStats, StepTimes
+from gyre_trainer.training.history import StepStats
 from gyre_trainer.training.rank_context import (
     RankContext,
     join_job,
@@ -126,7 +126,7 @@ class Training:
         ended_s = time.monotonic()
         self._stats.add(
             loss_sum,
-            StepTimes(ended_s - self._step_began_s, waited_s, Hop.waited_s - hops_waited_s),
+            (ended_s - self._step_began_s, waited_s, Hop.waited_s - hops_waited_s),
             examples.num_targets(),
             batch,
             epoch,
