@@ -85,8 +85,9 @@ class _OfTorch:
 
 
 _HEAD: dict[str, Any] = {"head_dim": 8}
-# Newer kernels of stacked experts take neither float64 nor slices.
+# The default kernel of stacked experts takes no float64, so it trains in float32 below.
 _EAGER: dict[str, Any] = {"experts_implementation": "eager"}
+_GROUPED: dict[str, Any] = EXPERTS | {"moe_intermediate_size": 12}  # rows of 16 bytes
 _PLAIN: dict[str, Subject] = {
     **{
         name: causal(name)
@@ -101,6 +102,10 @@ _PLAIN: dict[str, Subject] = {
     "Qwen3Moe": causal("Qwen3Moe", **EXPERTS, **_HEAD, **_EAGER),
     "Olmoe": causal("Olmoe", **EXPERTS, **_EAGER),
     "GptOss": causal("GptOss", **EXPERTS, **_HEAD, **_EAGER),
+    "Mixtral by its kernel": causal("Mixtral", single=True, num_local_experts=4),
+    "Qwen3Moe by its kernel": causal("Qwen3Moe", single=True, **_GROUPED, **_HEAD),
+    "Olmoe by its kernel": causal("Olmoe", single=True, **_GROUPED),
+    "GptOss by its kernel": causal("GptOss", single=True, **_GROUPED, **_HEAD),
     "GPT2": Family("GPT2LMHeadModel", GPT),
     "CodeGen": causal("CodeGen", rotary_dim=4, **GPT),
     "GPTNeo": causal(

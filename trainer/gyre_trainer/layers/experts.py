@@ -33,7 +33,7 @@ same order on every rank. So is one of what is called before the experts, such a
 rank without tokens, nothing else may lead from the loss to it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -258,6 +258,8 @@ class ExpertsRule(Rule):
         arguments: names of the forward's arguments in their order, so that ``chosen`` and
             ``scores`` may be names of arguments that are passed by position; () without that.
         count: the module's attribute with the number of experts, a slice's own while it computes.
+        gets_rows: whether the forward is called with the slice's choices alone, as rows of one
+            choice each. The ``arguments`` are then those rows, the choices and their weights.
     """
 
     weights: tuple[str, ...] = ("gate", "up", "down")
@@ -266,6 +268,7 @@ class ExpertsRule(Rule):
     last: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     count: str = ""
+    gets_rows: bool = False
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -293,8 +296,30 @@ class ExpertsRule(Rule):
         """The outputs of the slice's experts for the tokens that chose them."""
         start, stop = current.bounds[self.weights[0]]
         own, named = self.arguments_of(start, stop, args, kwargs)
-        with changed_counts(current.module, {self.count: stop - start} if self.count else {}):
+        counts = {self.count: stop - start} if self.count else {}
+        with changed_counts(current.module, counts):
+            if self.gets_rows:
+                return self._run_rows(current.forward, stop - start, named)
             return current.forward(*own, **named)
+
+    def _run_rows(
+        self, forward: Callable[..., Tensor], num_experts: int, named: dict[str, Any]
+    ) -> Tensor:
+        """The sum of the outputs of the rows that chose a slice's experts.
+
+        A kernel for all choices at once would compute and keep rows for every choice, here or
+        elsewhere, with each of N slices. Finding the rows waits for the device once.
+        """
+        x_TD, chosen_TK, weights_TK = (named[name] for name in self.arguments)
+        token_R, place_R = (chosen_TK < num_experts).nonzero(as_tuple=True)
+        if not token_R.numel():
+            return torch.zeros_like(x_TD)
+        choice_R, weight_R = chosen_TK[token_R, place_R], weights_TK[token_R, place_R]
+        y_RD = forward(x_TD[token_R], choice_R.unsqueeze(1), weight_R.unsqueeze(1))
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        return (
+            torch.zeros_like(x_TD, dtype=wide).index_add_(0, token_R, y_RD.to(wide)).type_as(x_TD)
+        )
 
     def arguments_of(
         self, start: int, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -49,8 +49,10 @@ from gyre_trainer.layers.linear import (
 )
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
 from gyre_trainer.rotation.rotated_module import (
+    EXPERT_PARALLEL,
     RotationTarget,
     drop_rates,
+    experts_function,
     kernels_of,
     num_hooks_inside,
     num_hooks_of,
@@ -108,7 +110,9 @@ def _code_of(module: nn.Module) -> Iterator[str]:
     if cls.__module__.startswith("torch.nn."):
         yield f"{cls.__module__}.{cls.__qualname__}"
     else:
-        yield from _function_code(_function(cls, "forward"), cls, set())
+        kernel = experts_function(module)
+        forward = _unwrapped(kernel, "its kernel") if kernel else _function(cls, "forward")
+        yield from _function_code(forward, cls, set())
         yield from _attributes(module)
     for name, child in module.named_children():
         yield f"{name}:"
@@ -386,7 +390,6 @@ def _rule_of(module: nn.Module) -> Rule:
 BlockRule = AttentionRule | MLPRule
 
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_EXPERTS_KERNELS = ("eager",)  # no other one was trained
 _HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_heads")
 
 
@@ -449,6 +452,14 @@ _EXPERTS = (
         count="num_experts",
     ),
 )
+# The arguments of a kernel of transformers, which is called in place of a forward.
+_BY_KERNEL: dict[str, Any] = {
+    "chosen": "top_k_index",
+    "scores": None,
+    "arguments": ("hidden_states", "top_k_index", "top_k_weights"),
+    "count": "num_experts",
+    "gets_rows": True,
+}
 
 
 @cache
@@ -485,7 +496,16 @@ class KnownBlocks:
         self._num_places = _num_places(self.model)
 
     def rule_of(self, module: nn.Module) -> Rule | None:
-        """The rule by which a module rotates as one; None where it rotates layer by layer."""
+        """The rule by which a module rotates as one; None where it rotates layer by layer.
+
+        Raises:
+            RotationError: a plan of transformers has cut its experts among the ranks already.
+        """
+        if getattr(module, EXPERT_PARALLEL, False):
+            raise RotationError(
+                f"{own_class(module).__name__} is expert-parallel already: each rank has other "
+                "experts. Load the model without a tp_plan; rotate_all cuts it"
+            )
         for row in _rows(module):
             if self.experts_alone and isinstance(row, BlockRule):
                 return None
@@ -507,7 +527,13 @@ class KnownBlocks:
             UnknownCode: likewise.
         """
         if digest_of(module) not in trained_digests():
-            raise UnknownCode("its code is not among those that Gyre has trained")
+            kernel = kernels_of(module).get("experts kernel")
+            code = (
+                f"the code of its experts kernel {kernel}"
+                if experts_function(module)
+                else "its code"
+            )
+            raise UnknownCode(f"{code} is not among those that Gyre has trained")
         self._require_free(row, module)
         rule = _of_module(row, module)
         rule.cuts(module, self.num_slices)
@@ -522,7 +548,8 @@ class KnownBlocks:
         is_experts = isinstance(row, ExpertsRule)
         name = "experts kernel" if is_experts else "attention kernel"
         kernel = kernels_of(module).get(name, "eager")
-        if kernel not in (_EXPERTS_KERNELS if is_experts else _KERNELS):
+        is_known = is_experts and experts_function(module)  # the digest has its code
+        if kernel not in (("eager",) if is_experts else _KERNELS) and not is_known:
             raise RotationError(f"its {name} is {kernel}")
         places = {self._num_places[id(each)] for each in module.parameters()}
         if row.linear_in and len(places) > 1:
@@ -563,6 +590,8 @@ def _is_projection(module: nn.Module) -> bool:
 
 def _of_module(row: Rule, module: nn.Module) -> Rule:
     """A row with the numbers of a module."""
+    if isinstance(row, ExpertsRule) and experts_function(module):
+        return replace(row, **_BY_KERNEL)
     if not isinstance(row, AttentionRule):
         return row
     tables = [name for name in row.tables if is_table(child_of(module, name) or nn.Module())]

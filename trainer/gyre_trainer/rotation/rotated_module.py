@@ -35,6 +35,9 @@ from gyre_trainer.shards.sharded_parameters import (
 from gyre_trainer.torch_internals import Dropout, hooks_of, parameters_of, shard_of, uncompiled
 
 _KERNELS = {"attention kernel": "_attn_implementation", "experts kernel": "_experts_implementation"}
+# The attribute of the experts of transformers by which their kernels take ids of experts elsewhere;
+# nothing public sets it.
+EXPERT_PARALLEL = "_is_expert_parallel"
 MIXED = "_mixed_in"  # marks classes that `mix_in` made
 
 
@@ -61,13 +64,35 @@ def sets_forward(module: nn.Module) -> bool:
 
 
 def kernels_of(module: nn.Module) -> dict[str, Any]:
-    """The kernels that a module's configuration chooses; those of a core are its own."""
+    """The kernels that a module's configuration chooses; those of a core are its own.
+
+    With the function of an experts kernel, and whether the module is expert-parallel.
+    """
     config = getattr(module, "config", None)
-    return {
+    kernels = {
         name: value
         for name, key in _KERNELS.items()
         if (value := getattr(config, key, None)) is not None
     }
+    if function := experts_function(module):
+        kernels["experts kernel's function"] = function
+        kernels[EXPERT_PARALLEL] = getattr(module, EXPERT_PARALLEL, None)
+    return kernels
+
+
+def experts_function(module: nn.Module) -> Any:
+    """The function that transformers computes stacked experts by; None where it is their forward.
+
+    Nothing public says it: a forward that `use_experts_implementation` made has the table of such
+    functions among the variables that it closes over, and looks the kernel's name up there.
+    """
+    forward: Any = own_class(module).forward  # type: ignore[attr-defined]
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    if "experts_interface" not in names:
+        return None
+    table = forward.__closure__[names.index("experts_interface")].cell_contents
+    config = getattr(module, "config", None)
+    return table.get(getattr(config, _KERNELS["experts kernel"], None))
 
 
 def drop_rates(module: nn.Module) -> dict[str, float]:
