@@ -240,7 +240,8 @@ def _stored_numbers(image: Image.Image) -> Image.Image:
     Raises:
         ValueError: it stretches or inverts them in another way.
     """
-    codec, _, _, args = image.tile[0] if image.tile else ("", None, 0, "")
+    tiles = getattr(image, "tile", None)  # of images that a file holds
+    codec, _, _, args = tiles[0] if tiles else ("", None, 0, "")
     form, *more = args if isinstance(args, tuple) else (args,)
     image.load()
     if image.mode != "L":

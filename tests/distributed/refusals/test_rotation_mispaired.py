@@ -110,7 +110,7 @@ def hops_of_few_rows() -> int:
     layer, mesh = nn.Linear(4, 2), make_mesh("cpu")  # two of four ranks have no row
     rotate_all(layer, mesh=mesh, sync_from=0, min_numel=0)
     layer(torch.ones(2, 4)).sum().backward()
-    return ring_of(mesh).hang_diagnosis._hop.now[0]
+    return ring_of(mesh).hang_diagnosis._hop[0]
 
 
 def test_ranks_count_hops_alike_where_slices_are_empty(ranks: StartRanks) -> None:

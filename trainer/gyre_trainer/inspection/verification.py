@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from gyre_trainer.errors import RotationError, TrainError
 from gyre_trainer.inspection.agreement import refuse_together
 from gyre_trainer.rotation.call import cast
+from gyre_trainer.rotation.recomputation import generators_of, states_of
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
@@ -29,18 +30,7 @@ from gyre_trainer.torch_internals import (
     tree_leaves,
     tree_map_only,
     uncompiled,
-    without_dispatch,
 )
-
-
-def _random_states(device: torch.device) -> list[bytes]:
-    """The states of the generators that a module with parameters on ``device`` draws from."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    with without_dispatch():
-        return [generator.get_state().numpy().tobytes() for generator in generators]
 
 
 def largest_finite(tensor: Tensor) -> float:
@@ -72,12 +62,12 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
     """
     if is_fake(rotation.sharded.flat):
         return True
-    device, reason = rotation.sharded.flat.device, ""
-    before = _random_states(device)
+    generators, reason = generators_of(rotation.sharded.flat.device), ""
+    before = states_of(generators)
     expected = _tensors(_whole_output(rotation, args, kwargs))
-    after = _random_states(device)
+    after = states_of(generators)
     found = _tensors(run(rotation, args, kwargs))
-    if before != after:
+    if not all(map(torch.equal, before, after)):
         reason = (
             f"{rotation.name} draws random numbers, such as dropout's, and each slice would draw "
             "others. Keep that outside of the rotated module, or give no rule: its layers rotate "

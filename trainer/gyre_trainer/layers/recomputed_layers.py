@@ -253,12 +253,14 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         )
 
     def run_again(_grad: Tensor) -> None:
+        nonlocal node
         if num_runs == 1:
             _ = node.saved_tensors
+        node = None  # it holds the inputs of the layer
 
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(run_again)
+            leaf.register_hook(run_again)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -287,7 +287,7 @@ class Call:
         rotation, found = self._rotation, {}
         if not rotation.rule.cut_arguments:
             return {}
-        named = dict(zip(rotation.argument_names, args, strict=False)) | kwargs
+        named = {**dict(zip(rotation.argument_names, args, strict=False)), **kwargs}
         for name in rotation.rule.cut_arguments:
             tensor = named.get(name)
             if not isinstance(tensor, Tensor):

@@ -3,9 +3,14 @@
 A norm keeps its input for its own backward. A module that reads the norm's output, and needs it
 again in backward, can have it recomputed from that input. The inputs are saved as torch's own
 functions save theirs, so `torch.utils.checkpoint` around them drops them as well.
+
+Also here:
+
+* Random numbers that a slice drew in forward, drawn again when backward computes it again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +20,52 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from gyre_trainer.rotation.rule import autocast_of_now
-from gyre_trainer.torch_internals import base_of, version_of
+from gyre_trainer.torch_internals import base_of, version_of, without_dispatch
+
+
+class Randomness:
+    """The states of torch's generators before each slice; backward draws the same numbers again."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device`` is that of the parameters; the CPU's generator is replayed, too."""
+        self._generators = generators_of(device)
+        self._states: dict[int, list[Tensor]] = {}
+
+    def record(self, index: int) -> None:
+        """Note the states: slice ``index`` computes now for the first time."""
+        self._states[index] = states_of(self._generators)
+
+    @contextmanager
+    def replaying(self, index: int) -> Iterator[None]:
+        """A context in which slice ``index`` draws the same random numbers once more."""
+        now = states_of(self._generators)
+        _set_states(self._generators, self._states.pop(index))
+        try:
+            yield
+        finally:
+            _set_states(self._generators, now)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """The generators that a module with parameters on ``device`` draws from; the CPU's is first."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """The states of generators."""
+    with without_dispatch():
+        return [generator.get_state() for generator in generators]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    with without_dispatch():
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
 
 Compute = Callable[..., Tensor]
 _VERSION = "version_of_recomputed"

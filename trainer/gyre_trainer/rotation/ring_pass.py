@@ -47,6 +47,7 @@ from gyre_trainer.comm.identity import HopIdentity, slice_span
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call, ComputedSlice
+from gyre_trainer.rotation.recomputation import Randomness
 from gyre_trainer.rotation.rule import OutputReduction, Rotation
 from gyre_trainer.shards.layout import GradientRing, RemoteSlices
 from gyre_trainer.torch_internals import at_end_of_backward, gradients, storage_number, version_of
@@ -308,6 +309,7 @@ class RingPass:
         self._graphs: dict[int, _Graph] = {}
         self._reductions: list[OutputReduction] = []
         self._version = rotation.sharded.version
+        self._randomness = Randomness(rotation.sharded.flat.device) if call.recomputed else None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The reduced outputs of the slices."""
@@ -369,6 +371,8 @@ class RingPass:
     def _run(self, index: int, flat: Tensor) -> list[Tensor]:
         """One slice's outputs, detached. Their graph is kept where backward needs it."""
         if not self._keeps_graphs:
+            if self._randomness is not None:
+                self._randomness.record(index)
             return [output.detach() for output in self._call.compute(index, flat).outputs]
         saved = SavedTensors(flat, self._rotation.name)
         with torch.enable_grad(), saved.recording():
@@ -432,6 +436,7 @@ class RingPass:
             assert graph.saved is not None
             graph.saved.flat = flat
             return graph
-        with torch.enable_grad():
+        assert self._randomness is not None
+        with torch.enable_grad(), self._randomness.replaying(index):
             computed = self._call.compute(index, flat)
         return _Graph.of(computed, None)

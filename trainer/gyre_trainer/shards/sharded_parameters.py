@@ -234,7 +234,8 @@ def shard_parameters(
 
 def successor_of(source: nn.Parameter, sharded: ShardedParameters) -> nn.Parameter:
     """The one of the parameters that has replaced this one when it was cut."""
-    return sharded.parameters[_SHARDED[source][1]]
+    place: int = _SHARDED[source][1]
+    return sharded.parameters[place]
 
 
 def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:

@@ -8,8 +8,7 @@ Dims: B batch, T time, D features, V vocabulary, K targets that count.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +69,18 @@ def places_of_counted(weights_T: Tensor) -> Tensor:
     return places[: num_parts * part]
 
 
-Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""The mean cross-entropy of a model on this rank's tokens, as `GPT.loss` has it."""
+class Loss(Protocol):
+    """The mean cross-entropy of a model on this rank's tokens."""
+
+    def __call__(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
+        """As `GPT.loss`; whether tokens see other documents of their row is up to the model."""
+        ...
 
 
 class LibraryLoss:
