@@ -10,8 +10,9 @@ from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.attention import rope_table
-from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all
+from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -185,3 +186,41 @@ def errors_of_inputs_that_changed() -> list[str]:
 def test_an_input_that_changed_since_forward_is_an_error(ranks: StartRanks) -> None:
     for found in ranks(2).run(errors_of_inputs_that_changed):
         assert ["modified by an inplace operation" in error for error in found] == [True, True]
+
+
+class Noisy(nn.Module):
+    """An MLP that draws random numbers once it is told to."""
+
+    is_noisy = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 36), nn.Linear(36, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self.up(x) * (torch.rand(()) if Noisy.is_noisy else 1))
+        return output
+
+
+def grads_of_late_noise() -> list[list[Tensor]]:
+    """The gradients by kept and by recomputed slices, of the same seed."""
+    found = []
+    for policy in (RotationPolicy(), RotationPolicy(recompute="block")):
+        torch.manual_seed(0)
+        model, x = Noisy(), torch.randn(BATCH, DIM)
+        rules: dict[type[nn.Module] | str, Rule | None] = {Noisy: MLPRule(("up",), "down")}
+        rotate_all(model, mesh=make_mesh("cpu"), policy=policy, rules=rules, min_numel=0)
+        model(x)  # it is compared with its layers
+        Noisy.is_noisy = True
+        torch.manual_seed(0)
+        model(x).square().sum().backward()
+        Noisy.is_noisy = False
+        grads = [parameter.grad for parameter in model.parameters()]
+        found.append([whole(grad) for grad in grads if grad is not None])
+    return found
+
+
+def test_random_numbers_are_drawn_again(ranks: StartRanks) -> None:
+    for kept, recomputed in ranks(2).run(grads_of_late_noise):
+        assert len(kept) == 4
+        assert all(map(torch.equal, kept, recomputed))
