@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.channel import TOKEN_KEY, CredentialFiles, Identity
+from gyre_client.transport.channel import TOKEN_KEY, CredentialFiles, Identity, parse_address
 
 
 class _Identified(

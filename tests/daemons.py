@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 import psutil
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from gyre_daemon.transforms.transform import Field, Sample, Transform
+from gyre_daemon.transforms.recipes import Field, Sample, Transform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_client.transport.address import parse_address
 from gyre_client.transport.arguments import dataset_ref
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 
 from benchmarks.loader.data import FULL, SHORT, Scale, Workload, workloads

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import ShuffleQuality, average, batch_quality

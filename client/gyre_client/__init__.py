@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 from gyre_client.errors import GyreError, NotInstalled
 
 if TYPE_CHECKING:
+    from gyre_client.batches.batch import detections, objects, padded, texts
     from gyre_client.loader.loader import Loader
-    from gyre_client.loader.ragged import detections, objects, padded, texts
 
 __all__ = ["GyreError", "Loader", "detections", "objects", "padded", "texts"]
 __version__ = "0.1.0"
 
 _LAZY = {
     "Loader": "gyre_client.loader.loader",
-    "detections": "gyre_client.loader.ragged",
-    "objects": "gyre_client.loader.ragged",
-    "padded": "gyre_client.loader.ragged",
-    "texts": "gyre_client.loader.ragged",
+    "detections": "gyre_client.batches.batch",
+    "objects": "gyre_client.batches.batch",
+    "padded": "gyre_client.batches.batch",
+    "texts": "gyre_client.batches.batch",
 }
 
 

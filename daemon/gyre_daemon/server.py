@@ -13,7 +13,6 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -24,14 +23,14 @@ from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Limits, Policy
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.config.schema import memory_limit_bytes
-from gyre_daemon.dataset_parts import DatasetParts, check_folders
+from gyre_daemon.dataset_parts import DatasetParts, Reloader, check_folders
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
-from gyre_daemon.monitoring.metrics import OTHERS, Census, Metrics, MountGauges
-from gyre_daemon.reload import Reloader
-from gyre_daemon.runtime.events import log_event
+from gyre_daemon.monitoring.http_ports import HttpPort, Probes
+from gyre_daemon.monitoring.metrics import OTHERS, Census, LoopLag, Metrics, MountGauges
+from gyre_daemon.runtime.events import log_event, notify, ping_watchdog
 from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
 from gyre_daemon.runtime.listen import (
     SocketClaim,
@@ -40,7 +39,6 @@ from gyre_daemon.runtime.listen import (
     parse_address,
     parse_http_address,
 )
-from gyre_daemon.runtime.liveness import Application, LoopLag, Probes, notify, ping_watchdog
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
 from gyre_daemon.service.guard import (
     SERVER_OPTIONS,
@@ -58,9 +56,6 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.workers.copy_workers import CopyWorkers
 from gyre_daemon.workers.supervisor import start_spawner
-
-if TYPE_CHECKING:
-    from gyre_daemon.monitoring.http_ports import HttpPort
 
 # How often the sockets are checked, and so for how long nobody can connect at most. A check takes a
 # few system calls for each address.
@@ -236,7 +231,7 @@ async def serve(
         cleanup.callback(watching.cancel)
         ports = {}
         if probed := parse_http_address("health_listen", config.health_listen):
-            port = _http_port("health_listen", probes.answer)
+            port = HttpPort("health_listen", probes.answer)
             ports["health"] = port.start(probed)
             cleanup.callback(port.stop)
         await check_folders(config)
@@ -353,7 +348,7 @@ class _Daemon:
             from gyre_daemon.monitoring import families  # noqa: PLC0415
 
             registry = families.new_registry(self._census)
-            self._scrapes = _http_port("metrics_listen", families.metrics_application(registry))
+            self._scrapes = HttpPort("metrics_listen", families.metrics_application(registry))
             ports = {"metrics": self._scrapes.start(address), **ports}
         facts = {
             "listen": await self._listen(addresses),
@@ -493,13 +488,6 @@ class _Daemon:
         states = health_pb2.HealthCheckResponse
         for service in ("", SERVICE_NAME):
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
-
-
-def _http_port(key: str, application: Application) -> "HttpPort":
-    """See `HttpPort`."""
-    from gyre_daemon.monitoring.http_ports import HttpPort  # noqa: PLC0415
-
-    return HttpPort(key, application)
 
 
 async def _open_disk_cache(config: DaemonConfig) -> DiskCache | None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 import soxr
-from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge, Transform
+from gyre_daemon.transforms.recipes import Field, OfField, Sample, TooLarge, Transform
 from msgspec import Meta
 
 _Sound = npt.NDArray[np.float32]

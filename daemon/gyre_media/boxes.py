@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
+from gyre_daemon.transforms.recipes import Cost, Field, Sample, Transform
 from msgspec import Meta
 
 _JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder()

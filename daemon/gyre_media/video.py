@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import av
 import numpy as np
-from gyre_daemon.transforms.transform import Cost, Field, OfField, Sample
+from gyre_daemon.transforms.recipes import Cost, Field, OfField, Sample
 from msgspec import Meta
 
 from gyre_media.images.pixels import Pixels, resized

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import webdataset
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 from gyre_daemon.memory.arenas import Arena
-from gyre_daemon.transforms.transform import Field, Transform
+from gyre_daemon.transforms.recipes import Field, Transform
 from gyre_daemon.transforms.worker import Chain
 from gyre_daemon.workers.compute_workers import Exchange
 from gyre_media.images.colors import Normalize, ToChw

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 
 from benchmarks.loader.markdown import table

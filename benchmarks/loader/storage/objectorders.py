@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 

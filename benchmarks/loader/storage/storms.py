@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gyre_client import GyreError, Loader
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 
 from benchmarks.loader.processes import daemon, load_average

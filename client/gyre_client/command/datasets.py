@@ -30,12 +30,14 @@ from gyre_client.command.options import (
     option,
     transforms_of,
 )
-from gyre_client.display.descriptions import as_text, facts_of, fields_of
 from gyre_client.display.formatting import (
     CommandOutput,
     Picture,
     ProgressBar,
+    as_text,
     facts,
+    facts_of,
+    fields_of,
     media_type,
     page_width,
     plain,

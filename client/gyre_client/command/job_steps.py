@@ -26,12 +26,12 @@ from gyre_client.command.options import (
     steps,
     transforms_of,
 )
-from gyre_client.display.descriptions import mount_line
 from gyre_client.display.formatting import (
     CommandOutput,
     Picture,
     duration,
     facts,
+    mount_line,
     page_width,
     plain,
     size,

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
-from gyre_protos.text import bytes_of
-from gyre_protos.toml import parse_toml
+from gyre_protos.text import bytes_of, parse_toml
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import ProgressBar

@@ -12,18 +12,21 @@ import shtab
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.descriptions import SessionRates, measuring_line, mount_line, session_rates
 from gyre_client.display.formatting import (
     CommandOutput,
+    SessionRates,
     cut,
     duration,
     emit,
     facts,
     fitted,
     live_terminal,
+    measuring_line,
+    mount_line,
     page_width,
     painted,
     plain,
+    session_rates,
     size,
     stacked,
     to_json,

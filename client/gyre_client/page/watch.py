@@ -12,8 +12,13 @@ from typing import Any
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.descriptions import STARVED, SessionRates, measuring_line, session_rates
-from gyre_client.display.formatting import plain
+from gyre_client.display.formatting import (
+    STARVED,
+    SessionRates,
+    measuring_line,
+    plain,
+    session_rates,
+)
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.page.training_run import TrainingRun
 from gyre_client.transport.connection import Connection

@@ -48,7 +48,7 @@ from gyre_client.errors import (
     NotInstalled,
     StorageUnavailable,
 )
-from gyre_client.transport.address import Address, parse_address
+from gyre_client.transport.channel import Address, parse_address
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.run import NUM_LETTERS
 from gyre_client.transport.target import PrivateDaemon, acquire_private

@@ -43,7 +43,6 @@ from gyre_client.errors import (
     StorageUnavailable,
     UnknownDataset,
 )
-from gyre_client.transport.address import Address, check_files, check_listener
 from gyre_client.transport.answers import (
     check_description,
     check_located,
@@ -56,10 +55,13 @@ from gyre_client.transport.answers import (
 from gyre_client.transport.channel import (
     MAX_CONTROL_BYTES,
     TOKEN_KEY,
+    Address,
     CredentialFiles,
     Identity,
     Metadata,
     Pem,
+    check_files,
+    check_listener,
     open_channel,
     why_refused,
 )

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_client.errors import DaemonUnavailable
-from gyre_client.transport.address import MAX_SOCKET_PATH_BYTES
+from gyre_client.transport.channel import MAX_SOCKET_PATH_BYTES
 
 SOCKET = "gyre.sock"
 LOG = "gyred.log"

@@ -31,13 +31,13 @@ from gyre_client.errors import (
     InvalidRequest,
     NotInstalled,
 )
-from gyre_client.transport.address import (
+from gyre_client.transport.arguments import is_location, text
+from gyre_client.transport.channel import (
     ENVIRONMENT_VARIABLE,
     Address,
     check_listener,
     parse_address,
 )
-from gyre_client.transport.arguments import is_location, text
 from gyre_client.transport.connection import Connection, Outage
 from gyre_client.transport.run import LOG, SOCKET, PrivateFolder, launched_as, locked, this_run
 

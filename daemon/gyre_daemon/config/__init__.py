@@ -13,9 +13,9 @@ from gyre_daemon.config.load import (
     parse_dataset,
     parse_limits,
     parse_pack,
+    rendered,
     sources_below,
 )
-from gyre_daemon.config.rendering import rendered
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,
     DaemonConfig,
@@ -23,9 +23,12 @@ from gyre_daemon.config.schema import (
     LimitsConfig,
     MixtureConfig,
     PackConfig,
+    Size,
     UserLimits,
+    check_keys,
+    parse_options,
+    parse_size,
 )
-from gyre_daemon.config.tables import Size, check_keys, parse_options, parse_size
 
 __all__ = [
     "ENVIRONMENT_PREFIX",

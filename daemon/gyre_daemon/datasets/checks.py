@@ -39,7 +39,7 @@ from gyre_daemon.datasets.shard_worker import (
 )
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
-from gyre_daemon.runtime.ownership import make_folder, open_ours
+from gyre_daemon.runtime.listen import make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.mounts import MOUNTS

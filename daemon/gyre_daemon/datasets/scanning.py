@@ -24,9 +24,8 @@ from gyre_daemon.errors import (
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.listing import check_listed
+from gyre_daemon.storage.listing import check_listed, opened_file, read_ranges
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.shard_files import opened_file, read_ranges
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,
     ComputeWorker,

@@ -35,7 +35,7 @@ from msgspec import Struct
 
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.ownership import NotOurs, is_ours, make_folder, open_ours
+from gyre_daemon.runtime.listen import NotOurs, is_ours, make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.beneath import LocalFile, OpenBeneath
 from gyre_daemon.storage.mounts import MOUNTS

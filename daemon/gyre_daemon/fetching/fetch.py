@@ -26,8 +26,15 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import Extents, FieldSpec, indexed_fields, stored_fields
 from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
-from gyre_daemon.fetching.packed import PackedRows, lay_out_packed, locate_packed, write_packed
+from gyre_daemon.fetching.layout import (
+    GroupLayout,
+    LayoutMaker,
+    PackedRows,
+    lay_out_packed,
+    locate_packed,
+    write_own_tensors,
+    write_packed,
+)
 from gyre_daemon.memory.arenas import Slot
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan

@@ -24,8 +24,16 @@ from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import SampleFailed, TransformedDataset
-from gyre_daemon.transforms.recipes import ENCODER, Done, Input, Kind, Output, Portion, name_of
-from gyre_daemon.transforms.transform import Cost
+from gyre_daemon.transforms.recipes import (
+    ENCODER,
+    Cost,
+    Done,
+    Input,
+    Kind,
+    Output,
+    Portion,
+    name_of,
+)
 from gyre_daemon.workers.compute_workers import Exchange, pages
 
 # Samples that one process is given at once, and the bytes of their stored and made fields together.

@@ -46,7 +46,7 @@ from gyre_daemon.transforms.made_samples import (
     record_shard,
     records_of,
 )
-from gyre_daemon.transforms.transform import Cost
+from gyre_daemon.transforms.recipes import Cost
 
 _MAX_SOURCES = 1024  # as many as are configured
 _Record = npt.NDArray[np.uint8]

@@ -19,8 +19,13 @@ from msgspec import Struct
 
 from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
-from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
-from gyre_daemon.fetching.packed import rows_of, write_packed
+from gyre_daemon.fetching.layout import (
+    GroupLayout,
+    LayoutMaker,
+    rows_of,
+    write_own_tensors,
+    write_packed,
+)
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion, Staging
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan

@@ -20,9 +20,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from gyre_daemon.monitoring.metrics import Census, readings
+from gyre_daemon.monitoring.http_ports import Answer, Application
+from gyre_daemon.monitoring.metrics import BOUNDS_S, Census, LoopLag, readings
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.liveness import BOUNDS_S, Answer, Application, LoopLag
 
 _Family = CounterMetricFamily | GaugeMetricFamily
 _KINDS: Mapping[str, type[_Family]] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}

@@ -2,19 +2,20 @@
 
 A thread with its own event loop reads requests, and others answer them, so neither a slow client
 nor an event loop of the daemon that hangs holds up a request. The figures of metrics belong to that
-event loop, which hands them over for each scrape. Probes look at it from outside; see
-`runtime/liveness.py`.
+event loop, which hands them over for each scrape. Probes look at it from outside.
 """
 
 import asyncio
 import socket
 import threading
+from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
+from typing import NamedTuple
 
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.monitoring.metrics import LoopLag
 from gyre_daemon.runtime.listen import TcpAddress
-from gyre_daemon.runtime.liveness import Answer, Application
 from gyre_daemon.runtime.threads import DaemonThreads
 
 # Bounds the resources that strangers can take. A connection whose request is not there after
@@ -25,6 +26,55 @@ MAX_CONNECTIONS = 16
 _TIMEOUT_S = 5.0
 _MAX_REQUEST_BYTES = 64 << 10  # requests have some hundred bytes
 _STOP_S = 1.0
+
+# An event loop hangs if it is late by this much. Busy ones are late by tenths of a second; three
+# probes in ten seconds each then wait as long as WatchdogSec of the systemd unit.
+_HANGS_AFTER_S = 10.0
+
+
+class Answer(NamedTuple):
+    """What an HTTP port answers."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    content_encoding: str = ""
+
+
+# Takes a path, and the fields of the request's header by name in lower case; in any thread.
+Application = Callable[[str, Mapping[str, str]], Answer]
+
+
+class Probes:
+    """Answers to probes of a cluster's node or a load balancer.
+
+    `/-/healthy` fails where the event loop hangs: restart the daemon. `/-/ready` also fails while
+    the daemon starts, drains, or has lost a socket: send no job.
+
+    Attributes:
+        loop_lag: of the daemon's event loop.
+        why_not_ready: empty while the daemon serves.
+    """
+
+    def __init__(self, loop_lag: LoopLag) -> None:
+        """The daemon starts."""
+        self.loop_lag = loop_lag
+        self.why_not_ready = "starting"
+
+    def answer(self, path: str, _: Mapping[str, str]) -> Answer:
+        """The `Application`."""
+        hung = "the event loop hangs" if self.loop_lag.late_s > _HANGS_AFTER_S else ""
+        problems = {
+            "/-/healthy": ("healthy", hung),
+            "/-/ready": ("ready", hung or self.why_not_ready),
+        }
+        if path not in problems:
+            return Answer(HTTPStatus.NOT_FOUND, b"only /-/healthy and /-/ready\n")
+        word, problem = problems[path]
+        if problem:
+            text = f"not {word}: {problem}\n"
+            return Answer(HTTPStatus.SERVICE_UNAVAILABLE, text.encode())
+        return Answer(HTTPStatus.OK, f"{word}\n".encode())
 
 
 class HttpPort:

@@ -30,14 +30,17 @@ Near 1 the job is trainer-bound. Near 0 it waits for storage or for a processor,
 counters of its waiting tell apart.
 """
 
+import asyncio
+import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, fields, is_dataclass
+from itertools import accumulate
 from operator import add, sub
 from typing import Any, Literal, NamedTuple
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.runtime.liveness import LoopLag
 
 _METRIC, _LABELS = "metric", "labels"  # keys of a field's metadata
 
@@ -561,6 +564,49 @@ class Metrics:
 def _family(kind: type[GyreError]) -> list[type[GyreError]]:
     """A class of errors and all below it."""
     return [kind, *(each for below in kind.__subclasses__() for each in _family(below))]
+
+
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_INTERVAL_S = 0.25  # shorter intervals find shorter delays and wake an idle daemon more often
+
+
+class LoopLag:
+    """A histogram of how late timers of the event loop were.
+
+    Attributes:
+        num_timers: how many were waited for.
+        sum_s: sum of their delays, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.num_timers = 0
+        self.sum_s = 0.0
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._due_at = math.inf
+
+    @property
+    def late_s(self) -> float:
+        """How late the present timer is; in any thread, and above 0 only while `watch` runs."""
+        return max(0.0, time.monotonic() - self._due_at)
+
+    @property
+    def at_most(self) -> list[int]:
+        """How many timers were at most as late as each of `BOUNDS_S`."""
+        return list(accumulate(self._counts[:-1]))
+
+    def note(self, late_s: float) -> None:
+        """Count one timer; a negative delay counts as none."""
+        late_s = max(0.0, late_s)
+        self.num_timers += 1
+        self.sum_s += late_s
+        self._counts[sum(late_s > bound for bound in BOUNDS_S)] += 1
+
+    async def watch(self) -> None:
+        """Wait for one timer after another until cancelled."""
+        while True:
+            self._due_at = time.monotonic() + _INTERVAL_S
+            await asyncio.sleep(_INTERVAL_S)
+            self.note(time.monotonic() - self._due_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import get_args
 from gyre_protos.text import counted
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
-from gyre_daemon.order.buckets import BucketRule
+from gyre_daemon.order.balance import BucketRule
 from gyre_daemon.order.mixture import MixtureState, decoded
 from gyre_daemon.order.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.planner import MAX_POSITION, Order, OrderMode, Tail

@@ -1,6 +1,6 @@
 """Process-level needs of any service; nothing here knows about datasets or batches.
 
-Fair scheduling of threads and requests, addresses and socket locks, the service manager's protocol,
-limits of the machine, the log, and the lag of the event loop. Every package may import it; it
-imports only `errors`.
+Fair scheduling of threads and requests, addresses, sockets and files that only the daemon's user
+writes, limits of the machine, the log and the service manager's protocol, plug-ins. Every package
+may import it; it imports only `errors`.
 """

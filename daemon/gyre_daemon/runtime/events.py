@@ -1,11 +1,14 @@
-"""The daemon's log: events on standard error.
+"""The daemon's log: events on standard error; and its state, for the service manager.
 
 Lines are JSON for programs, or text for a person at a terminal. An event has facts, which are short
-values and never credentials.
+values and never credentials. State lines go to the datagram socket that `NOTIFY_SOCKET` names.
 """
 
+import asyncio
 import json
 import logging
+import os
+import socket
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -86,3 +89,35 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str).replace("\x7f", "\\u007f")
+
+
+def notify(state: str) -> None:
+    """Send a state such as `READY=1` to the service manager, if there is one."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        try:
+            sender.sendto(state.encode(), socket.MSG_DONTWAIT, address)
+        except OSError:
+            return  # the daemon serves on without a manager that listens
+
+
+async def ping_watchdog() -> None:
+    """Tell the manager that the event loop runs, twice in each watchdog interval, until cancelled.
+
+    Returns at once where the manager has set no watchdog for this process.
+    """
+    interval_us = os.environ.get("WATCHDOG_USEC", "")
+    meant_for = os.environ.get("WATCHDOG_PID", "")
+    if (
+        not interval_us.isdecimal()
+        or int(interval_us) == 0
+        or meant_for not in ("", str(os.getpid()))
+    ):
+        return
+    while True:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(int(interval_us) / 2e6)

@@ -30,12 +30,17 @@ from grpc_status import rpc_status
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon import errors
-from gyre_daemon.access.credentials import FailureLimit, TokenStore, expires_at
+from gyre_daemon.access.credentials import (
+    CertificateFiles,
+    Certificates,
+    FailureLimit,
+    TokenStore,
+    expires_at,
+)
 from gyre_daemon.access.policy import ANONYMOUS, Limits, Policy, Principal
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed, NotAuthenticated
 from gyre_daemon.memory.sidechannel import Peer, SideChannel
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.runtime.certificates import CertificateFiles, Certificates
 from gyre_daemon.runtime.events import debug_event, log_event
 from gyre_daemon.runtime.limits import Connections
 from gyre_daemon.storage.location import redact

@@ -18,15 +18,15 @@ from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.columns import Measurer
-from gyre_daemon.fetching.range_reader import RangeReader
+from gyre_daemon.fetching.prefetch import RangeReader
 from gyre_daemon.fetching.shared_work import unheld
 from gyre_daemon.monitoring.metrics import WindowTimes
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.service import replies, requests
-from gyre_daemon.service.checkup import Checkup
 from gyre_daemon.service.guard import Callers, Context, audited_refusals
 from gyre_daemon.service.planning import StepQuestions
+from gyre_daemon.service.replies import Checkup
 from gyre_daemon.service.resolver import IndexService, LongCalls, SessionOpener
 from gyre_daemon.sessions.session import LeftArenas, Sent, Session
 from gyre_daemon.sessions.table import SessionTable, spreads_of, take_census

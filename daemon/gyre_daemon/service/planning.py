@@ -15,9 +15,8 @@ from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.concat import View
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.fetching.packed import PackedRows, rows_of
-from gyre_daemon.order.balance import CostRule
-from gyre_daemon.order.buckets import padding
+from gyre_daemon.fetching.layout import PackedRows, rows_of
+from gyre_daemon.order.balance import CostRule, padding
 from gyre_daemon.order.cursor import Cursor, check_transforms, decode_cursor
 from gyre_daemon.order.mixture import Mixture, MixturePlanner, check_ranks, planner_for
 from gyre_daemon.order.permutation import Int64Array

@@ -11,19 +11,18 @@ from gyre_daemon.datasets.cost import CostQuery
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.balance import CostRule
+from gyre_daemon.order.balance import DEFAULT_WINDOW_BATCHES, BucketRule, CostRule
 from gyre_daemon.order.block_order import (
     default_io_block_bytes,
     default_window_blocks,
     window_of_chunks,
 )
-from gyre_daemon.order.buckets import DEFAULT_WINDOW_BATCHES, BucketRule
 from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.order.steps import MAX_SKIPPED, SkippedSteps, Stage, are_skipped, is_growth
 from gyre_daemon.sessions.session_request import MAX_EPOCHS, Reader
+from gyre_daemon.storage.base import JoinedFiles
 from gyre_daemon.storage.cache.node import shared_block_bytes
-from gyre_daemon.storage.unions import JoinedFiles
 
 _TAILS: dict[int, Tail] = {
     pb.TAIL_UNSPECIFIED: "wrap",

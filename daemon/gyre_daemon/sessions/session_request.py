@@ -31,8 +31,12 @@ from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import CursorRejected, InvalidRequest
-from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
-from gyre_daemon.fetching.packed import max_packed_bytes, max_packed_metadata_bytes
+from gyre_daemon.fetching.layout import (
+    max_batch_bytes,
+    max_metadata_bytes,
+    max_packed_bytes,
+    max_packed_metadata_bytes,
+)
 from gyre_daemon.memory.arenas import ArenaRegistry
 from gyre_daemon.memory.budget import Allowance, Budget
 from gyre_daemon.memory.share import (

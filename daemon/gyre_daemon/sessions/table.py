@@ -15,13 +15,19 @@ from gyre_daemon import __version__
 from gyre_daemon.access.policy import Principal
 from gyre_daemon.datasets.dataset import balance_of, bucket_lengths
 from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
-from gyre_daemon.monitoring.metrics import OTHERS, Census, JobKey, SessionGauges, SessionTotals
+from gyre_daemon.monitoring.metrics import (
+    OTHERS,
+    Census,
+    JobKey,
+    LoopLag,
+    SessionGauges,
+    SessionTotals,
+)
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner, ShuffleQuality, average, expected_quality
 from gyre_daemon.order.steps import in_words
 from gyre_daemon.runtime.events import debug_event, log_event
 from gyre_daemon.runtime.limits import check_descriptors
-from gyre_daemon.runtime.liveness import LoopLag
 from gyre_daemon.runtime.threads import Flow
 from gyre_daemon.sessions.session import Session, joinable_rank
 from gyre_daemon.sessions.session_request import Reader, SessionRequest

@@ -8,6 +8,6 @@ description. `fetching`, `sessions`, `service` and `server` import this package.
 A transform of another package is a dataclass that derives from `Transform`; see there.
 """
 
-from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
+from gyre_daemon.transforms.recipes import Cost, Field, Sample, Transform
 
 __all__ = ["Cost", "Field", "Sample", "Transform"]

@@ -22,8 +22,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from gyre_daemon.runtime.plug_ins import load_script_object
-from gyre_daemon.transforms.recipes import dtype_of
-from gyre_daemon.transforms.transform import Cost, Field, OneField, Sample, Transform
+from gyre_daemon.transforms.recipes import Cost, Field, OneField, Sample, Transform, dtype_of
 
 Floating = Literal["float32", "float16", "bfloat16"]
 

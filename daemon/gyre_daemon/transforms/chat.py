@@ -14,6 +14,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gyre_daemon.transforms.recipes import Field, Sample
 from gyre_daemon.transforms.tokenizer import (
     MANY,
     TOKEN,
@@ -23,7 +24,6 @@ from gyre_daemon.transforms.tokenizer import (
     set_of,
     version_of,
 )
-from gyre_daemon.transforms.transform import Field, Sample
 
 _ASSISTANT = "assistant"
 _Message = dict[str, Any]

@@ -43,6 +43,7 @@ from gyre_daemon.transforms.recipes import (
     HEAD,
     MAX_PACKET_BYTES,
     RECIPE_DECODER,
+    Cost,
     Described,
     Done,
     Kind,
@@ -54,7 +55,6 @@ from gyre_daemon.transforms.recipes import (
     name_of,
     to_steps,
 )
-from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,
     ComputeWorkers,

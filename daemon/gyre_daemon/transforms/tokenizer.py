@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.transforms.transform import Field, OfField, Sample, Transform
+from gyre_daemon.transforms.recipes import Field, OfField, Sample, Transform
 
 BYTES = "bytes"  # in place of a tokenizer's file: each byte is a token
 _MAX_FILE_BYTES = 256 << 20

@@ -21,28 +21,31 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.config.tables import parse_options
+from gyre_daemon.config.schema import parse_options
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.transforms.recipes import (
     ENCODER,
     HEAD,
     PORTION_DECODER,
     RECIPE_DECODER,
+    Cost,
     Described,
     Done,
+    Field,
     Input,
     Kind,
     MadeField,
     Output,
     Portion,
     Recipe,
+    Sample,
     SourceField,
     Step,
+    Transform,
     dtype_of,
     name_of,
     own_target,
 )
-from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 _KEY = struct.Struct("<3Q")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from gyre_daemon.transforms.transform import Sample
+from gyre_daemon.transforms.recipes import Sample
 from msgspec import Meta
 from PIL import Image, ImageEnhance, ImageOps
 

@@ -11,8 +11,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 from gyre_daemon.transforms.built_in import Floating
-from gyre_daemon.transforms.recipes import dtype_of
-from gyre_daemon.transforms.transform import Field, Sample
+from gyre_daemon.transforms.recipes import Field, Sample, dtype_of
 from msgspec import Meta
 
 from gyre_media.images.geometry import Positive, Probability, check_rising, random_sides

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import simplejpeg
-from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
+from gyre_daemon.transforms.recipes import Field, OfField, Sample, TooLarge
 from msgspec import Meta
 from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile

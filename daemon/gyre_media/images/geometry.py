@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import cv2
 import numpy as np
-from gyre_daemon.transforms.transform import Field, Sample
+from gyre_daemon.transforms.recipes import Field, Sample
 from msgspec import Meta
 from PIL import Image
 

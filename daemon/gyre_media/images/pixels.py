@@ -25,7 +25,7 @@ from cykooz_resizer import (
     ResizeOptions,
     Resizer,
 )
-from gyre_daemon.transforms.transform import Field, Sample, Transform
+from gyre_daemon.transforms.recipes import Field, Sample, Transform
 from PIL import Image
 
 from gyre_media.boxes import Matrix, moved, moved_field

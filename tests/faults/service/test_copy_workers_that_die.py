@@ -11,7 +11,7 @@ import psutil
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 
 from tests.conftest import Daemon, StartDaemon

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from gyre_client.errors import DaemonUnavailable, Overloaded
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub

@@ -10,8 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.channel import CredentialFiles, Identity
+from gyre_client.transport.channel import CredentialFiles, Identity, parse_address
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 

@@ -16,8 +16,14 @@ from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards, _file_name
 from gyre_daemon.datasets.sidecars import SUFFIX, SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.listen import SocketClaim, UnixAddress
-from gyre_daemon.runtime.ownership import NotOurs, check_folder, make_folder, open_ours
+from gyre_daemon.runtime.listen import (
+    NotOurs,
+    SocketClaim,
+    UnixAddress,
+    check_folder,
+    make_folder,
+    open_ours,
+)
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.cache.blocks import BlockMap, open_disk_cache
 from gyre_daemon.storage.shard import Shard

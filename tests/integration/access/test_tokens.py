@@ -13,7 +13,7 @@ import grpc
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import GyreError, NotAuthenticated
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_daemon import cli
 from gyre_protos.v1 import loader_pb2 as pb

@@ -17,7 +17,7 @@ from gyre_client.batches.arena import Memory
 from gyre_client.batches.device import NUM_AHEAD, DeviceStream, parse_device
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import CorruptSample, GyreError, InvalidRequest
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.target import Target
 from gyre_protos.v1 import loader_pb2 as pb

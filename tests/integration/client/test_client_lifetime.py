@@ -16,7 +16,7 @@ from gyre_client.errors import (
     ForkedProcess,
     InvalidRequest,
 )
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from torch.utils.data import DataLoader, IterableDataset
 

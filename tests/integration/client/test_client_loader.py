@@ -12,7 +12,7 @@ import torch
 import webdataset
 from gyre_client import Loader, objects, texts
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from torch.utils.data import DataLoader

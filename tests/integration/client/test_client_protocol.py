@@ -7,8 +7,8 @@ import pytest
 from gyre_client.batches.attachment import Attachment, Session
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import DaemonFault, DaemonUnavailable
-from gyre_client.transport.address import parse_address
 from gyre_client.transport.answers import BatchTensors
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outbox import Consumed
 from gyre_client.transport.target import Target

@@ -16,7 +16,7 @@ from gyre_client.errors import (
     Overloaded,
     UnknownDataset,
 )
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection, error_from
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub

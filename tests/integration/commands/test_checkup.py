@@ -7,7 +7,7 @@ import pytest
 from gyre_client.command.cli import main
 from gyre_daemon.config import DaemonConfig, Size
 from gyre_daemon.monitoring.metrics import Census, Metrics
-from gyre_daemon.service import checkup
+from gyre_daemon.service import replies
 
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.secure_daemons import write_secret
@@ -73,7 +73,7 @@ def test_a_control_group_below_budget_and_cache(monkeypatch: pytest.MonkeyPatch)
     config = DaemonConfig(memory_budget=Size(4 << 30), cache_memory=Size(1 << 30), max_requests=1)
     census = Census("1", Metrics(), memory_budget_bytes=4 << 30, memory_abandoned_bytes=1 << 30)
     for limit, is_named in ((None, False), (64 << 30, False), (5 << 30, True)):
-        monkeypatch.setattr(checkup, "memory_limit_bytes", lambda limit=limit: limit)
-        problems = checkup.Checkup(config, []).problems(census)  # type: ignore[arg-type]
+        monkeypatch.setattr(replies, "memory_limit_bytes", lambda limit=limit: limit)
+        problems = replies.Checkup(config, []).problems(census)  # type: ignore[arg-type]
         assert is_named == any("its control group allows 5.0 GiB" in each for each in problems)
         assert any("clients keep 1.0 GiB" in each for each in problems)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
 from gyre_client.transport.arguments import order, reader
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 

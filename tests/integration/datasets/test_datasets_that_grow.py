@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
+from gyre_client.batches.batch import objects
 from gyre_client.errors import ConfigError, CursorRejected, InvalidRequest
-from gyre_client.loader.ragged import objects
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
+from gyre_client.batches.batch import objects, texts
 from gyre_client.errors import ConfigError, CursorRejected
-from gyre_client.loader.ragged import objects, texts
 
 from tests.conftest import StartDaemon
 

@@ -12,7 +12,7 @@ import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.errors import ConfigError, CorruptSample, GyreError, InvalidRequest
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 
 from tests.conftest import StartDaemon

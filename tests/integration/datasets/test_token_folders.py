@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client.errors import InvalidRequest, ShardMissing
-from gyre_client.transport.address import parse_address
 from gyre_client.transport.arguments import dataset_ref
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 
 from tests.conftest import S3Server, StartDaemon

@@ -10,8 +10,8 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.errors import GyreError
-from gyre_client.transport.address import parse_address
 from gyre_client.transport.arguments import dataset_ref
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from webdataset import TarWriter
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gyre_client import Loader, detections, objects, padded, texts
 from gyre_client.errors import CorruptSample
-from gyre_daemon.transforms.transform import Field, Transform
+from gyre_daemon.transforms.recipes import Field, Transform
 from gyre_trainer.training.run_checkpoints import SafePlanner, SafeReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save

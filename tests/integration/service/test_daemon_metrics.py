@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import UnknownDataset
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import UnknownDataset
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 
 from tests.conftest import Daemon, StartDaemon, to_toml

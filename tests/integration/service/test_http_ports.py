@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.monitoring import http_ports
 from gyre_daemon.monitoring.families import metrics_application
-from gyre_daemon.monitoring.http_ports import MAX_CONNECTIONS, HttpPort
-from gyre_daemon.runtime import liveness
+from gyre_daemon.monitoring.http_ports import MAX_CONNECTIONS, Application, HttpPort, Probes
+from gyre_daemon.monitoring.metrics import LoopLag
 from gyre_daemon.runtime.listen import TcpAddress
-from gyre_daemon.runtime.liveness import Application, LoopLag, Probes
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -380,7 +380,7 @@ def test_the_port_of_probes_has_nothing_else(probes: Probes) -> None:
 def test_an_event_loop_that_hangs_is_neither_healthy_nor_ready(
     probes: Probes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "_HANGS_AFTER_S", 1.0)
+    monkeypatch.setattr(http_ports, "_HANGS_AFTER_S", 1.0)
     probes.why_not_ready = ""
 
     def statuses(port: int) -> list[bytes]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gyre_client import Loader
 from gyre_client.errors import Fenced, InvalidRequest
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -13,7 +13,7 @@ import torch
 from gyre_client import Loader, padded
 from gyre_client.command.cli import main
 from gyre_client.errors import CursorRejected, InvalidRequest
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from PIL import Image

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
-from gyre_client.loader.ragged import texts
+from gyre_client.batches.batch import texts
 
 from tests.batches import Batch
 from tests.conftest import StartDaemon

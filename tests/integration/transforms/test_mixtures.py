@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.batches.batch import texts
 from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CursorRejected, GyreError, InvalidRequest
-from gyre_client.loader.ragged import texts
 
 from tests.batches import Batch, same, take
 from tests.conftest import Daemon, StartDaemon, to_toml

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gyre_daemon.errors import CursorRejected, InvalidRequest
-from gyre_daemon.order.buckets import BucketRule, padding
+from gyre_daemon.order.balance import BucketRule, padding
 from gyre_daemon.order.cursor import Cursor, check_cursor, check_transforms, decode_cursor
 from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, OrderMode, Tail
 from gyre_daemon.order.steps import Stage

@@ -11,8 +11,7 @@ from math import prod
 import numpy as np
 import pytest
 from gyre_client.loader.ranks import Ranks, ranks_at
-from gyre_daemon.order.balance import Balance, CostRule
-from gyre_daemon.order.buckets import BucketRule
+from gyre_daemon.order.balance import Balance, BucketRule, CostRule
 from gyre_daemon.order.cursor import Cursor, decode_cursor
 from gyre_daemon.order.planner import BatchPlanner, Order
 from hypothesis import given, settings

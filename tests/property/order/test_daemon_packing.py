@@ -9,7 +9,7 @@ from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.datasets.packing import pack
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.fetching.packed import lay_out_packed, locate_packed, max_packed_bytes
+from gyre_daemon.fetching.layout import lay_out_packed, locate_packed, max_packed_bytes
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, Tail
 from gyre_daemon.order.sequences import Overlong, PackRule, Sequences, best_fit, pack_documents

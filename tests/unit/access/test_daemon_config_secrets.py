@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gyre_daemon.config import load, parse_dataset, parse_size
 from gyre_daemon.config.load import misspelt_variables
-from gyre_daemon.config.tables import hide, shown
+from gyre_daemon.config.schema import hide, shown
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.service.requests import to_ad_hoc
 from gyre_protos.v1 import loader_pb2 as pb

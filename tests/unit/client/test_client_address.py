@@ -1,6 +1,6 @@
 import pytest
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.address import MAX_SOCKET_PATH_BYTES, parse_address
+from gyre_client.transport.channel import MAX_SOCKET_PATH_BYTES, parse_address
 
 
 @pytest.mark.parametrize(

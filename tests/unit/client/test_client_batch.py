@@ -9,12 +9,14 @@ from gyre_client.batches.batch import (
     Layout,
     PayloadBuffer,
     TensorPlace,
+    objects,
+    padded,
     read_cursors,
     read_layout,
     read_layouts,
+    texts,
 )
 from gyre_client.errors import DaemonFault, InvalidRequest
-from gyre_client.loader.ragged import objects, padded, texts
 from gyre_protos.v1 import loader_pb2 as pb
 
 

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from gyre_client import errors
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import RETRY_AFTER, UNIDENTIFIED, error_from
 
 ADDRESS = parse_address("unix:/run/gyre.sock")

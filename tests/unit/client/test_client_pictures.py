@@ -7,8 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from gyre_client.display.descriptions import as_text
-from gyre_client.display.formatting import media_type, thumbnail
+from gyre_client.display.formatting import as_text, media_type, thumbnail
 from gyre_client.display.samples import Value, words_of
 from gyre_daemon.datasets.codecs import length_histograms
 from gyre_daemon.datasets.formats import FieldSpec

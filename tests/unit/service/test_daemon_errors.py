@@ -15,7 +15,7 @@ import gyre_protos
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from gyre_client.transport.address import parse_address
+from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Outage, error_from
 from gyre_daemon import errors
 from gyre_daemon.service.guard import DOMAIN, STATUS_CODES, to_status

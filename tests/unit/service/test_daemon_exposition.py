@@ -7,8 +7,10 @@ import pytest
 from gyre_client.command.status import full_text
 from gyre_daemon.monitoring.families import new_registry
 from gyre_daemon.monitoring.metrics import (
+    BOUNDS_S,
     Census,
     JobKey,
+    LoopLag,
     Metrics,
     RequestCount,
     RequestLabels,
@@ -18,7 +20,6 @@ from gyre_daemon.monitoring.metrics import (
     counter,
     series_of,
 )
-from gyre_daemon.runtime.liveness import BOUNDS_S, LoopLag
 from gyre_daemon.service.replies import from_census
 from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client import generate_latest

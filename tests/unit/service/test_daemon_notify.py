@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gyre_daemon.runtime.liveness import notify, ping_watchdog
+from gyre_daemon.runtime.events import notify, ping_watchdog
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from gyre_daemon.config import (
 )
 from gyre_daemon.config.schema import UserLimits
 from gyre_daemon.storage.location import redact
-from gyre_protos.toml import MAX_KEY_PARTS, parse_toml
+from gyre_protos.text import MAX_KEY_PARTS, parse_toml
 from hypothesis import given
 from hypothesis import strategies as st
 

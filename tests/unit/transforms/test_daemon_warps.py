@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.config.tables import parse_options
+from gyre_daemon.config.schema import parse_options
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.transforms import Field, Transform
 from gyre_media.boxes import moved

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from gyre_protos.toml import parse_toml
+from gyre_protos.text import parse_toml
 from msgspec import Meta
 
 from gyre_trainer.errors import ConfigError

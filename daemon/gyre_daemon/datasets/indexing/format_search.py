@@ -53,7 +53,8 @@ from gyre_daemon.datasets.known_formats import (
 from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.base import ConcatenatedFiles, Storage
+from gyre_daemon.storage.listing import read_ranges
 from gyre_daemon.storage.location import (
     Location,
     check_one_tree,
@@ -66,9 +67,7 @@ from gyre_daemon.storage.location import (
 )
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
-from gyre_daemon.storage.shard_files import read_ranges
 from gyre_daemon.storage.sources.opener import StorageOpener
-from gyre_daemon.storage.unions import ConcatenatedFiles
 from gyre_daemon.workers.compute_workers import ComputeWorkers
 
 _AT_ONCE = 2  # each may take the memory of one process

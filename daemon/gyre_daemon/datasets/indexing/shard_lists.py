@@ -22,8 +22,8 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
+from gyre_daemon.storage.listing import read_ranges
 from gyre_daemon.storage.location import Location, check_one_set, matches_any, matching
-from gyre_daemon.storage.shard_files import read_ranges
 from gyre_daemon.storage.sources.opener import StorageOpener, stat_local
 
 _FORMAT_OF_LISTS = "webdataset"

@@ -43,10 +43,10 @@ from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.threads import compute, in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.listing import open_shard, read_ranges, until
 from gyre_daemon.storage.location import CLASS, data_owner
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.shard_files import open_shard, read_ranges, until
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeWorkers
 

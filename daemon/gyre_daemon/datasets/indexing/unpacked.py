@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gyre_daemon.errors import CorruptSample, InvalidRequest, Overloaded
-from gyre_daemon.runtime.ownership import NotOurs, make_folder, open_ours
+from gyre_daemon.runtime.listen import NotOurs, make_folder, open_ours
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard

@@ -47,7 +47,7 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.ownership import is_ours, make_folder, open_ours
+from gyre_daemon.runtime.listen import is_ours, make_folder, open_ours
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.gather import address_of, gather, is_allowed, read_each
 

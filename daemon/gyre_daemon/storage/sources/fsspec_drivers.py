@@ -37,9 +37,9 @@ from gyre_daemon.errors import ConfigError, InvalidRequest
 from gyre_daemon.runtime.plug_ins import load_script_object
 from gyre_daemon.runtime.threads import DaemonThreads, LoopThreads
 from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.listing import StorageFile
 from gyre_daemon.storage.location import CLASS
 from gyre_daemon.storage.response import OnResponse, Response, SentRequest, response_from_error
-from gyre_daemon.storage.shard_files import StorageFile
 
 Result = TypeVar("Result")
 

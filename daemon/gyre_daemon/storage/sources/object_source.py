@@ -18,7 +18,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.fsspec import FsspecStore
 from obstore.store import ObjectStore
 
-from gyre_daemon.config.tables import hide
+from gyre_daemon.config.schema import hide
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.location import endpoints_in, redact

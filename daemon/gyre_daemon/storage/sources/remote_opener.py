@@ -18,7 +18,7 @@ import numpy as np
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from gyre_daemon.config.tables import hide
+from gyre_daemon.config.schema import hide
 from gyre_daemon.errors import (
     ConfigError,
     GyreError,
