@@ -40,7 +40,7 @@ Distances = dict[str, tuple[float, float]]
 
 
 def made(family: str, num_experts: int = 5, kernel: str | None = None) -> Any:
-    """A tiny model with biases that are not zero, by the kernel that the library takes itself."""
+    """A tiny model with biases other than zero, by the default kernel of the library."""
     import transformers  # seconds, for these tests alone
 
     library: Any = transformers

@@ -1,4 +1,4 @@
-"""Experts by torch's grouped products give what the loop over them gives, and its gradients."""
+"""Experts by grouped products of torch are equal to the loop over them, in gradients too."""
 
 import pytest
 import torch

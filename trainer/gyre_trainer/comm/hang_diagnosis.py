@@ -198,7 +198,7 @@ class HangDiagnosis:
         The verdict is read early, too: the store may be gone when this rank asks for it.
 
         Args:
-            before: what the last look returned: the hop that this rank waited for then.
+            before: the result of the last look: the hop that this rank waited for then.
 
         Raises:
             RuntimeError: the store is gone.
