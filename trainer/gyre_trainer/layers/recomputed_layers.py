@@ -16,7 +16,6 @@ all ranks make the same hops in the same order.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -119,20 +118,20 @@ def _keeps_its_input(module: nn.Module) -> bool:
 
 # Those of every module: parameters, buffers and modules inside, hooks, and `training`.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_Attributes = list[tuple[str, object, int]]
+_Attributes = dict[tuple[int, str], tuple[object, int]]
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:
-    """Buffers and attributes of a module and of those inside: name, value and a count.
+    """Buffers and attributes of a module and of those inside: by place and name, with a count.
 
     The count is that of the entries of a list, dict or set, and of the writes to a tensor.
     """
-    found: _Attributes = []
-    for each in module.modules():
+    found: _Attributes = {}
+    for place, each in enumerate(module.modules()):
         others = _OF_EVERY_MODULE | _kept_by(each)
-        own = {name: value for name, value in vars(each).items() if name not in others}
-        for name, value in (own | dict(each.named_buffers(recurse=False))).items():
-            found.append((name, value, _count_of(value)))
+        for name, value in (vars(each) | dict(each.named_buffers(recurse=False))).items():
+            if name not in others:
+                found[place, name] = value, _count_of(value)
     return found
 
 
@@ -144,9 +143,11 @@ def _count_of(value: object) -> int:
 
 def _changed(before: _Attributes, now: _Attributes) -> str | None:
     """The name of an attribute that is another one now; None without one."""
-    for one, other in zip_longest(before, now, fillvalue=("", None, 0)):
-        if one[1] is not other[1] or one != other:
-            return other[0] or one[0]
+    absent = object(), 0
+    for place in before.keys() | now.keys():
+        (one, count), (other, number) = before.get(place, absent), now.get(place, absent)
+        if one is not other or count != number:
+            return place[1]
     return None
 
 
