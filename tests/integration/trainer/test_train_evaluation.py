@@ -15,6 +15,33 @@ GPT2 = {
     "n_positions": 32,
     "resid_pdrop": 0.5,
 }
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 1000.0,
+}
+
+
+def test_evaluations_leave_out_the_loss_of_a_router(tmp_path: Path, tiny_jobs: Jobs) -> None:
+    (tmp_path / "train.toml").write_text(
+        tiny_run(
+            tmp_path,
+            model={"config": MIXTRAL},
+            eval={"dataset": str(tmp_path / "tokens.bin"), "every": 1, "batches": 1},
+        )
+    )
+    status, errors = tiny_jobs.ran("run", str(tmp_path / "train.toml"))
+    assert status == 0, errors
+    history = tmp_path / "run/history.jsonl"
+    assert all(each.loss > 1000 for each in committed(history)), "training has it"
+    assert all(each.eval_loss < 10 for each in evaluations(history)), "log(257) is 5.5"
 
 
 def test_evaluations_are_without_dropout(tmp_path: Path, tiny_jobs: Jobs) -> None:

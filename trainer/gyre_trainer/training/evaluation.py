@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -46,7 +47,6 @@ def evaluate(config: TrainConfig, weights: Path, *, as_json: bool) -> None:
             model, step = restored(config, context, weights)
         else:
             model = build_model(config, context, weights)
-        _leave_router_loss_out(model)
         model.eval()
         with open_loader(
             config, context, config.eval.dataset, 0, is_evaluation=True, order="sequential"
@@ -134,20 +134,28 @@ def _total(
 ) -> Tensor:
     """The loss summed over all ranks' targets, their number, and that of samples; float64."""
     total = torch.zeros(3, dtype=torch.float64)
-    for batch in batches:
-        is_sample = batch.get("mask")
-        total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
-        # of one step, so that the windows of long documents do not depend on the size of batches
-        for part in collator.collate(batch, step=0).split(num_parts):
-            total[0] += float(loss_sum(model, loss, part))
-            total[1] += part.num_targets()
+    with _without_router_loss(model):
+        for batch in batches:
+            is_sample = batch.get("mask")
+            total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
+            # of one step, so that windows of long documents do not depend on the size of batches
+            for part in collator.collate(batch, step=0).split(num_parts):
+                total[0] += float(loss_sum(model, loss, part))
+                total[1] += part.num_targets()
     with collective("the loss of an evaluation"):
         dist.all_reduce(total)
     return total
 
 
-def _leave_router_loss_out(model: nn.Module) -> None:
-    """Let the loss be the tokens' alone: a perplexity has no loss of a router in it."""
-    described = getattr(model, "config", None)
-    if getattr(described, "output_router_logits", False):
-        described.output_router_logits = False  # type: ignore[union-attr]
+@contextmanager
+def _without_router_loss(model: nn.Module) -> Iterator[None]:
+    """A context in which the loss is the tokens' alone: a perplexity has no router's in it."""
+    described: Any = getattr(model, "config", None)
+    has_loss = getattr(described, "output_router_logits", False)
+    if has_loss:
+        described.output_router_logits = False
+    try:
+        yield
+    finally:
+        if has_loss:
+            described.output_router_logits = True
