@@ -51,7 +51,8 @@ def next_tokens(
         field: The name of the field.
 
     Raises:
-        InvalidRequest: The batch has no such field, or its rows have another length.
+        InvalidRequest: The batch has no such field, or its rows have another length; or see
+            `counted_tokens`.
     """
     tokens = batch.get(field)
     if tokens is None or tokens.ndim != 2 or tokens.shape[1] != sequence_length + 1:
@@ -62,13 +63,29 @@ def next_tokens(
             f"`length` of `pack`, to {sequence_length + 1}"
         )
     targets = tokens[:, 1:].long()
-    counts = batch.get("loss_mask", torch.ones_like(tokens, dtype=torch.bool))[:, 1:].bool()
+    counts = counted_tokens(batch, tokens)[:, 1:]
     if "mask" in batch:
         counts = counts & batch["mask"][:, None]
     position = batch.get("position")
     if position is None:
         position = torch.arange(sequence_length + 1).expand_as(tokens)
     return TokenBatch(tokens[:, :-1].long(), targets, counts, position[:, :-1].long())
+
+
+def counted_tokens(batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Returns where tokens count: `loss_mask` as bool, or true for all.
+
+    Raises:
+        InvalidRequest: The mask has other values than 0 and 1, such as weights.
+    """
+    mask = batch.get("loss_mask", torch.ones_like(tokens, dtype=torch.bool))
+    counts = mask.bool()
+    if not torch.equal(counts.to(mask.dtype), mask):
+        raise InvalidRequest(
+            "loss_mask: tokens count or do not, and have no weights (got other values than 0 and "
+            "1). Store true for those that count"
+        )
+    return counts
 
 
 class MicroBatches:

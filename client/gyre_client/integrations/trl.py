@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.integrations.huggingface import LoaderState
+from gyre_client.integrations.micro_batches import counted_tokens
 from gyre_client.loader.loader import Loader
 
 _IGNORED = -100  # of transformers: a label that no loss counts
@@ -101,7 +102,7 @@ class SFTTrainer(_LoaderTrainer, trl.SFTTrainer):
 
     def _prepared(self, sample: Sample) -> dict[str, Any]:
         tokens = sample["tokens"].long()
-        counts = sample.get("loss_mask", torch.ones_like(tokens)).bool()
+        counts = counted_tokens(sample, tokens)
         return {"input_ids": tokens.tolist(), "labels": tokens.where(counts, _IGNORED).tolist()}
 
 

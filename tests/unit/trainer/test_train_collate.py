@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from gyre_client.errors import InvalidRequest
+from gyre_client.integrations.micro_batches import next_tokens
 from gyre_trainer.errors import DataRejected
 from gyre_trainer.training.collate import END_OF_TEXT, Collator, Examples, window
 from gyre_trainer.training.config import DataConfig
@@ -42,6 +44,20 @@ def test_windows_that_say_nothing_of_documents_are_not_attended_inside_them() ->
         collator.collate(batch, 0)
     batch["position"] = torch.arange(3 * (LENGTH + 1), dtype=torch.int32).reshape(3, -1) % 3
     assert collator.collate(batch, 0).positions is not None
+
+
+def test_weights_of_targets_are_refused() -> None:
+    """The number of targets that count would be the integer below the sum of the weights."""
+    tokens, mask = torch.zeros(2, LENGTH + 1, dtype=torch.uint8), torch.ones(2, LENGTH + 1)
+    mask[0, 3] = 0
+    counts = collate(TOKENS, {"tokens": tokens, "loss_mask": mask}).counts
+    assert counts is not None
+    assert torch.equal(counts, mask[:, 1:].bool())
+    mask[0, 3] = 0.25
+    with pytest.raises(DataRejected, match="`loss_mask` of 'words' has other values than 0 and 1"):
+        collate(TOKENS, {"tokens": tokens, "loss_mask": mask})
+    with pytest.raises(InvalidRequest, match="loss_mask: tokens count or do not"):
+        next_tokens({"tokens": tokens, "loss_mask": mask}, LENGTH)
 
 
 def test_padding_rows_count_nothing() -> None:

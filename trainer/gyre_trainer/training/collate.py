@@ -144,9 +144,18 @@ class Collator:
         return Examples(
             rows[:, :-1],
             rows[:, 1:],
-            None if is_target is None else is_target[:, 1:],
+            None if is_target is None else self._counts(is_target[:, 1:]),
             None if positions is None else positions[:, :-1].long(),
         )
+
+    def _counts(self, is_target: Tensor) -> Tensor:
+        counts = is_target.bool()
+        if not torch.equal(counts.to(is_target.dtype), is_target):
+            raise DataRejected(
+                f"`loss_mask` of {self._data.dataset!r} has other values than 0 and 1, and targets "
+                "have no weights. Store true for those that count"
+            )
+        return counts
 
     def _documents(
         self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int
