@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.layers.causal_loss import causal_loss
 from gyre_trainer.training.build import loss_of, plain
@@ -79,3 +80,23 @@ def test_labels_that_are_shifted_already_are_taken_as_the_library_takes_them() -
     tokens = torch.randint(50, (2, 16))
     batch = {"input_ids": tokens, "labels": tokens, "shift_labels": tokens.flip(1)}
     torch.testing.assert_close(causal_loss(model, batch), model(**batch).loss)
+
+
+def test_padding_has_no_loss_where_the_library_gives_it_none() -> None:
+    """Gemma 3 with images leaves out what `attention_mask` hides, and Llama does not."""
+    sizes = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "image_size": 28}
+    tower |= {"num_attention_heads": 1, "patch_size": 14}
+    gemma = transformers.Gemma3Config(text_config=sizes, vision_config=tower, mm_tokens_per_image=4)
+    models = [
+        transformers.Gemma3ForConditionalGeneration(gemma),
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+    ]
+    tokens = torch.randint(1, 40, (2, 10), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, 6:] = 0
+    for model in models:
+        batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+        model.eval()
+        torch.testing.assert_close(causal_loss(model, batch), model(**batch).loss)
