@@ -11,8 +11,8 @@ import hashlib
 import inspect
 import io
 import json
-import os
 import pickle
+import secrets
 import sys
 import sysconfig
 import threading
@@ -214,10 +214,11 @@ def _written(value: Any, daemon: PrivateDaemon, where: str) -> tuple[str, str]:
     path = folder / f"{name:.50}-{digest.text()}.pickle"
     if not path.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished = path.with_suffix(f".{secrets.token_hex(8)}")
         search = [str(Path(each).resolve()) for each in sys.path]  # "" is the working directory
         with unfinished.open("wb") as file:
-            pickle.dump({"path": search, "lines": digest.lines}, file)
+            origin = {"path": search, "lines": digest.lines, "modules": digest.modules}
+            pickle.dump(origin, file)
             file.write(pickled)
         unfinished.rename(path)
     return digest.text(), str(path)
@@ -334,10 +335,12 @@ class _Digest:
 
     Attributes:
         lines: The number of the first line and the lines of each function, by file.
+        modules: A digest of the source of each module of the script, by file.
     """
 
     def __init__(self) -> None:
         self.lines: dict[str, tuple[int, list[str]]] = {}
+        self.modules: dict[str, str] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self._seen: set[int] = set()
 
@@ -396,6 +399,10 @@ class _Digest:
             return _text_of_code(code) if code else ""
         if isinstance(value, types.FunctionType):
             self.lines[value.__code__.co_filename] = first, lines
+        file = Path(getattr(value, "__file__", None) or "").absolute()
+        if isinstance(value, types.ModuleType) and file.is_file():  # none of a zip archive
+            text = "".join(lines).encode("utf-8", "surrogateescape")
+            self.modules[str(file)] = hashlib.blake2b(text).hexdigest()
         if code and code.co_name == "<lambda>":  # several may have the same lines
             return "".join([*lines, _text_of_code(code)])
         return "".join(lines)

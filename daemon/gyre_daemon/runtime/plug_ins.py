@@ -5,6 +5,8 @@ from a client.
 """
 
 import functools
+import hashlib
+import linecache
 import pickle
 import sys
 import sysconfig
@@ -48,10 +50,12 @@ class Origin(TypedDict):
     Attributes:
         path: `sys.path` of the script, for modules next to it.
         lines: the sources of functions, for errors; by file and number of the first line.
+        modules: a digest of the source of each module that it names, by file.
     """
 
     path: list[str]
     lines: dict[str, tuple[int, list[str]]]
+    modules: dict[str, str]
 
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -79,6 +83,14 @@ def load_script_object(path: str) -> tuple[Any, dict[str, tuple[int, list[str]]]
             _of_scripts.clear()
         known = set(sys.modules)
         found = pickle.load(file)
+    for source, digest in origin["modules"].items():
+        linecache.checkcache(source)
+        text = "".join(linecache.getlines(source)).encode("utf-8", "surrogateescape")
+        if hashlib.blake2b(text).hexdigest() != digest:
+            raise RuntimeError(
+                f"{source} was edited while the job runs, and a new worker would run other code "
+                "than those before. Start the job again, or restore the file"
+            )
     for name in sys.modules.keys() - known:
         source = getattr(sys.modules[name], "__file__", None) or ""
         if source.endswith(".py") and not source.startswith(_INSTALLED):

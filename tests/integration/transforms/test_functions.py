@@ -2,10 +2,12 @@
 
 import functools
 import os
+import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +286,60 @@ def test_a_module_that_is_edited_and_reloaded_is_imported_again(data: Path, tmp_
     )
     wanted = [[n * factor for n in range(1, 5)] for factor in (1, 1, 100, 100, 1000, 1000)]
     assert result.stdout.splitlines() == [str(each) for each in wanted], result.stderr
+
+
+EDITED = r"""
+import os, sys
+from pathlib import Path
+from gyre_client import Loader
+
+sys.path.insert(0, os.getcwd())
+SOURCE = '''
+import os
+from pathlib import Path
+def scale(sample):
+    if Path("%s").exists():
+        Path("%s").unlink()
+        os._exit(1)
+    return {"x": %d}
+'''
+flag = Path("flag").absolute()
+Path("augment.py").write_text(SOURCE % (flag, flag, 1))
+import augment
+loader = Loader(sys.argv[1], batch_size=4, transform=[augment.scale]).stream()
+next(loader)
+Path("augment.py").write_text(SOURCE % (flag, flag, 1000))
+flag.touch()
+for _ in range(10_000):
+    assert next(loader)["x"].tolist() == [1] * 4, "another worker runs other code"
+"""
+
+
+def test_a_new_worker_does_not_run_a_module_that_was_edited(data: Path, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", EDITED, str(data)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert "augment.py was edited while the job runs" in result.stderr.splitlines()[-1]
+
+
+def test_two_threads_may_write_one_function_at_once(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def third(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"x": 3 * len(sample["text"])}
+
+    barrier, dump = threading.Barrier(2), pickle.dump
+
+    def dump_together(*arguments: Any) -> None:
+        barrier.wait(60)  # both files are open now
+        dump(*arguments)
+
+    monkeypatch.setattr(pickle, "dump", dump_together)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: load(data, third), range(2))
+    assert column(first, "x") == column(second, "x") == [3 * n for n in range(1, NUM_SAMPLES + 1)]
