@@ -96,7 +96,13 @@ def file(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def copy_workers() -> Iterator[CopyWorkers]:
+def copy_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyWorkers]:
+    """As they are after the first fork server died: threads of gRPC here survive no fork."""
+
+    def spawned(_: object) -> supervisor.ForkServer:
+        return supervisor.ForkServer.spawned("copy", os.environ)
+
+    monkeypatch.setattr(supervisor.ForkServer, "forked", spawned)
     with CopyWorkers(2) as copy_workers:
         yield copy_workers
 
