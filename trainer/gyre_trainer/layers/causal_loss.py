@@ -96,7 +96,8 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             )
         inputs["decoder_input_ids"] = prepare(labels=labels_BT)
     mask_BT = inputs.get("attention_mask")
-    if library.leaves_padding_out and torch.is_tensor(mask_BT) and shifted_BT is None:
+    leaves_padding_out = not library.problem and library.leaves_padding_out
+    if leaves_padding_out and torch.is_tensor(mask_BT) and shifted_BT is None:
         labels_BT = labels_BT.masked_fill(mask_BT.to(labels_BT.device) == 0, _IGNORED)
     if not library.is_encoder_decoder:
         labels_BT = _next_tokens(labels_BT) if shifted_BT is None else shifted_BT
@@ -220,7 +221,7 @@ class LibraryModel:
     def leaves_padding_out(self) -> bool:
         """Whether tokens that `attention_mask` hides have no loss, even with labels.
 
-        Known once `require_known_loss` was called.
+        Known once `problem` was asked for.
         """
         return self._model in _masked
 
