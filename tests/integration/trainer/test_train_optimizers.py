@@ -53,6 +53,29 @@ def test_a_run_learns_and_resumes_with_the_same_bits(
     assert [each.loss for each in read(again / "history.jsonl").steps] == losses[3:]
 
 
+def test_codes_of_matrices_that_are_cut_otherwise_are_refused(
+    tmp_path: Path, tiny_jobs: Jobs
+) -> None:
+    """Two ranks share the two heads, so they cut the output's columns, and three its rows."""
+    config = tmp_path / "train.toml"
+    config.write_text(
+        tiny_run(
+            tmp_path,
+            data={"batch_size": 6},
+            model=WIDE,
+            optimizer={"name": "adamw-8bit"},
+            checkpoint={"every": 2},
+        )
+    )
+    status, errors = tiny_jobs.ran("run", str(config), "--nproc=2")
+    assert status == 0, errors
+    more = "--resume", "--set=run.steps=4"
+    status, errors = tiny_jobs.ran("run", str(config), "--nproc=3", *more)
+    assert (status, "Resume on 2 ranks." in errors.splitlines()[-1]) == (2, True), errors
+    status, errors = tiny_jobs.ran("run", str(config), "--nproc=1", *more)
+    assert status == 0, errors
+
+
 @pytest.mark.parametrize(
     "kind", [Adafactor, AdamW8bit, Muon, stochastically_rounded(torch.optim.AdamW)]
 )

@@ -2,8 +2,9 @@
 
 Blocks of entries share a float32 scale, and a code names one of 256 levels between -1 and 1, more
 of them near 0 (Dettmers et al., arXiv 2110.02861). Blocks run along an uncut dim, so no
-block crosses a rank's border: steps are the same at every number of ranks, and a checkpoint of one
-number loads at another.
+block crosses a rank's border: steps are the same at every number of ranks that cut a matrix along
+the same dim, and a checkpoint of one number loads at another. Attention by heads, whose key/value
+heads the ranks share evenly, cuts other dims than its layers one by one.
 
 The second moment is kept as its root. Its levels then reach as far down as those of the first
 moment, and no update divides by a root that was rounded to 0.

@@ -279,7 +279,16 @@ class Checkpoints:
         ]
         keep_saved_states(state.model, state.optimizers, SafeReader(path).names())
         model, optimizer = get_state_dict(state.model, state.optimizers, options=_OPTIONS)
-        _load({"model": model, "optimizer": optimizer}, path)
+        try:
+            _load({"model": model, "optimizer": optimizer}, path)
+        except CheckpointRejected as error:
+            if "_scale" not in str(error) or saved.world_size == dist.get_world_size():
+                raise
+            raise CheckpointRejected(
+                f"checkpoint {path} does not fit {dist.get_world_size()} ranks: they cut a matrix "
+                f"along another dim, where moments of 8 bits have their blocks. Resume on "
+                f"{saved.world_size} ranks."
+            ) from error
         set_state_dict(
             state.model,
             state.optimizers,
