@@ -510,7 +510,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     def reset(self) -> None:
         """Makes the first batch of the first epoch the next one."""
         if self._place.position.cursor:
-            self._go_to(0)
+            self._go_to(0, reopens=True)  # a stream that failed there would only fail again
 
     @folded
     def state_dict(self) -> dict[str, Any]:
@@ -567,10 +567,10 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._one_thread.check()
         return self._place.peek()
 
-    def _go_to(self, batch: int) -> None:
+    def _go_to(self, batch: int, *, reopens: bool = False) -> None:
         self._stop_batch = UNKNOWN
         self._loaded_batch = -1
-        self._place.go_to(batch)
+        self._place.go_to(batch, reopens=reopens)
 
     def _begin_iteration(self, num_epochs: int | None) -> int:
         """Lets the daemon read to the end of the iteration that the next batch belongs to.

@@ -285,10 +285,10 @@ class JobPlace:
         if not self.position.cursor:
             self.stream()
 
-    def go_to(self, batch: int) -> None:
-        """Makes the batch with this number the next one."""
+    def go_to(self, batch: int, *, reopens: bool = False) -> None:
+        """Makes the batch with this number the next one; `reopens` a stream that stands there."""
         self.locate()
-        if batch != self.position.batch:
+        if reopens or batch != self.position.batch:
             self._check_usable()
             self._close_stream()
             self._open(self.position.cursor, step=batch)

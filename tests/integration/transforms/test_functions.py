@@ -153,6 +153,23 @@ def test_a_sample_that_fails_is_named(data: Path, function: Any, told: str) -> N
     assert int(caught.value.facts["sample_id"]) >= 9
 
 
+def test_a_restart_begins_again_after_an_error_at_its_first_batch(
+    data: Path, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "weights")
+    Path(missing).touch()
+
+    def counted(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"x": len(sample["text"]) + len(Path(missing).read_bytes())}
+
+    with Loader(data, batch_size=12, order="sequential", restart=True, transform=[counted]) as it:
+        Path(missing).unlink()
+        with pytest.raises(CorruptSample, match="No such file"):
+            next(iter(it))
+        Path(missing).touch()
+        assert next(iter(it))["x"].tolist() == list(range(1, NUM_SAMPLES + 1))
+
+
 def test_what_cannot_be_pickled_is_named(data: Path) -> None:
     lock = threading.Lock()
 
