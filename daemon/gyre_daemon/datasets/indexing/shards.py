@@ -55,9 +55,9 @@ from gyre_daemon.workers.compute_workers import ComputeWorkers
 # at most three of them: more would take more cores from the jobs. One that an operator orders to be
 # indexed has as many as there are cores.
 _MAX_DATASETS, _MAX_FURTHER = 32, 3
-# Stored indexes loaded with one call of a thread, and before progress is told. A call takes as long
-# as loading four small ones; with more together, other openings wait longer.
-_LOADED_TOGETHER, _LOADED_AT_ONCE = 32, 1024
+# Stored indexes loaded with one call of a thread, and by all threads at once. A call takes as long
+# as loading four small ones; more threads wait for the interpreter's lock.
+_LOADED_TOGETHER, _LOADED_AT_ONCE = 32, 128
 # Up to this many local shards are probed at every opening. That takes less time than to write a
 # sidecar; with more of them, the second opening of a large dataset would be slower.
 _MAX_UNKEPT_SHARDS = 16
