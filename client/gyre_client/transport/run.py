@@ -76,7 +76,9 @@ class PrivateFolder:
         self.path = root / f"{_FOLDER_PREFIX}{name}"
         self._descriptor = -1
         while self._descriptor < 0:
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            # Not with `exist_ok`, which raises if another process removes the folder meanwhile.
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
             self._descriptor = _share(self.path)
 
     def is_last(self) -> bool:

@@ -226,6 +226,23 @@ def test_folders_of_living_clients_and_daemons_stay(temporary: Path) -> None:
     assert list(temporary.iterdir()) == [], "the orphan's daemon ended"
 
 
+def test_a_folder_that_another_client_just_removed_is_made_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when this client made it, and is gone when it looks."""
+    make, found = os.mkdir, [True]
+
+    def mkdir(path: Path, mode: int) -> None:
+        if found and found.pop():
+            raise FileExistsError
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    folder = PrivateFolder("shared")
+    assert folder.path.is_dir()
+    folder.remove()
+
+
 def test_a_folder_for_temporary_files_may_have_a_long_path(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,6 @@ PATIENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_agent_register_timeout_ms": "240000",
-    "RAY_worker_register_timeout_seconds": "240",
     "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "240",
     "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "240",
     "TIMEOUT_FOR_SPECIFIC_SERVER_S": "240",

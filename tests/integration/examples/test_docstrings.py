@@ -80,17 +80,17 @@ class _Described:
 # What examples take for granted, beside the names that they import.
 NAMES: dict[str, dict[str, Any]] = {
     "formats/base:base": {},
-    "transforms/transform:Transform": {
+    "transforms/recipes:Transform": {
         "Transform": Transform,
         "Field": Field,
         "dataclass": dataclass,
     },
     "gyre_client/errors:GyreError": {"loader": iter([BATCH]), "CorruptSample": CorruptSample},
-    "loader/ragged:detections": {"loader": [BATCH], "detections": detections, "model": _Model()},
+    "batches/batch:detections": {"loader": [BATCH], "detections": detections, "model": _Model()},
     "loader/loader:categories": {"loader": _Described(), "batch": BATCH},
-    "loader/ragged:padded": {"loader": [BATCH], "padded": padded, "pad_id": 0},
-    "loader/ragged:texts": {"loader": [BATCH], "texts": texts},
-    "loader/ragged:objects": {"batch": BATCH, "objects": objects},
+    "batches/batch:padded": {"loader": [BATCH], "padded": padded, "pad_id": 0},
+    "batches/batch:texts": {"loader": [BATCH], "texts": texts},
+    "batches/batch:objects": {"batch": BATCH, "objects": objects},
 }
 # Tests of their own run these.
 SERVED = {"gyre_client/__init__:__init__", "loader/loader:Loader"}
