@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}.*\n(?:\n+(?= {4}))?)+", re.MULTILI
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """The indented blocks of docstrings that are statements of Python, each with its place."""
+    """The indented blocks of docstrings that are statements of Python, and whose they are."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -43,7 +43,7 @@ def examples() -> Iterator[tuple[str, str]]:
                     name = getattr(node, "name", path.stem)
                     with suppress(SyntaxError):
                         ast.parse(code := textwrap.dedent(block))
-                        yield f"{path.parent.name}/{path.stem}:{name}", code
+                        yield name, code
 
 
 EXAMPLES = dict(examples())
@@ -79,31 +79,31 @@ class _Described:
 
 # What examples take for granted, beside the names that they import.
 NAMES: dict[str, dict[str, Any]] = {
-    "formats/base:base": {},
-    "transforms/recipes:Transform": {
+    "base": {},
+    "Transform": {
         "Transform": Transform,
         "Field": Field,
         "dataclass": dataclass,
     },
-    "gyre_client/errors:GyreError": {"loader": iter([BATCH]), "CorruptSample": CorruptSample},
-    "batches/batch:detections": {"loader": [BATCH], "detections": detections, "model": _Model()},
-    "loader/loader:categories": {"loader": _Described(), "batch": BATCH},
-    "batches/batch:padded": {"loader": [BATCH], "padded": padded, "pad_id": 0},
-    "batches/batch:texts": {"loader": [BATCH], "texts": texts},
-    "batches/batch:objects": {"batch": BATCH, "objects": objects},
+    "GyreError": {"loader": iter([BATCH]), "CorruptSample": CorruptSample},
+    "detections": {"loader": [BATCH], "detections": detections, "model": _Model()},
+    "categories": {"loader": _Described(), "batch": BATCH},
+    "padded": {"loader": [BATCH], "padded": padded, "pad_id": 0},
+    "texts": {"loader": [BATCH], "texts": texts},
+    "objects": {"batch": BATCH, "objects": objects},
 }
 # Tests of their own run these.
-SERVED = {"gyre_client/__init__:__init__", "loader/loader:Loader"}
-TRAINER = {"gyre_trainer/pretrained:pretrained", "training/run_checkpoints:run_checkpoints"}
+SERVED = {"__init__", "Loader"}
+TRAINER = {"pretrained", "run_checkpoints"}
 
 
 def test_every_example_is_run() -> None:
-    assert EXAMPLES.keys() == NAMES.keys() | SERVED | TRAINER
+    assert sorted(name for name, _ in examples()) == sorted(NAMES.keys() | SERVED | TRAINER)
 
 
-@pytest.mark.parametrize("place", sorted(NAMES))
-def test_examples_run(place: str) -> None:
-    exec(EXAMPLES[place], dict(NAMES[place]))
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_examples_run(name: str) -> None:
+    exec(EXAMPLES[name], dict(NAMES[name]))
 
 
 def test_examples_with_a_daemon_run(gyred: StartDaemon, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_examples_with_a_daemon_run(gyred: StartDaemon, tmp_path: Path) -> None:
     table = {"uri": str(tmp_path), "format": "tokens", "dtype": "int16", "sequence_length": 8}
     address = gyred({"datasets": {"corpus": table}}).address
     names = {"num_epochs": 1, "model": _Model(), "torch": torch, "path": tmp_path / "state.pt"}
-    for place in SERVED:
-        code = EXAMPLES[place].replace("unix:/run/gyre/gyre.sock", address)
+    for name in SERVED:
+        code = EXAMPLES[name].replace("unix:/run/gyre/gyre.sock", address)
         if "address=" not in code:
             code = code.replace("seed=1", f"seed=1, address={address!r}")
         exec(code, {"Loader": Loader, **names})
@@ -124,7 +124,7 @@ def test_the_example_of_safe_checkpoints_runs(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(2)}
     names = {"load": load, "SafeReader": SafeReader, "SafePlanner": SafePlanner}
     exec(
-        EXAMPLES["training/run_checkpoints:run_checkpoints"],
+        EXAMPLES["run_checkpoints"],
         {"state": state, "path": tmp_path, **names},
     )
     assert state["weight"].tolist() == [1, 1]
@@ -147,9 +147,7 @@ mesh, path = init_device_mesh("cpu", (1,)), "model"
 
 
 def test_the_example_of_pretrained_weights_runs(tmp_path: Path) -> None:
-    code = (
-        PRELUDE.replace("{folder}", str(tmp_path)) + EXAMPLES["gyre_trainer/pretrained:pretrained"]
-    )
+    code = PRELUDE.replace("{folder}", str(tmp_path)) + EXAMPLES["pretrained"]
     (tmp_path / "example.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "example.py"],
