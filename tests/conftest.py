@@ -135,6 +135,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"no time was left for {item.path.stem}: .ci/nightly runs it")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a test that failed at once: the suite may go on for half an hour."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}", file=sys.__stderr__, flush=True)
+
+
 def pytest_collection_finish() -> None:
     """Keep the collector out of what all tests share, which is never garbage.
 

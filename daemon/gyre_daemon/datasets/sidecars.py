@@ -14,6 +14,7 @@ compressed, so that a file needs no more memory than it has bytes. Nothing in a 
 unpickled. A file whose arrays do not end where it ends is refused.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -26,6 +27,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -59,6 +61,9 @@ _KEY_VERSION = 3
 # takes 16 bytes here. The constant is for datasets of many small files; a larger one lets a forged
 # file take more memory for a moment.
 _ALWAYS_ALLOWED_BYTES, _PER_SHARD_BYTE = 64 << 20, 4
+# Sidecars that one thread reads one after the other, where each takes long. On a fast mount one
+# thread reads all: several would wait for the interpreter's lock.
+_TOGETHER_IF_SLOW = 4
 # Takes arrays and raises ValueError if no inspection finds them.
 Check = Callable[[Arrays], object]
 Loaded = tuple[Arrays, bool]  # the arrays of a sidecar, and whether its whole key fits
@@ -341,7 +346,10 @@ class SidecarStore:
         return (await self.load_all([SidecarOf(key, local, check)]))[0]
 
     async def load_all(self, wanted: Sequence[SidecarOf]) -> list[Loaded | None]:
-        """Do as `load_latest` for each of some shards, with a call of a thread for each folder."""
+        """Do as `load_latest` for each of some shards.
+
+        One thread reads those of one folder, and several do where the folder's mount is slow.
+        """
         found: list[Loaded | None] = [None] * len(wanted)
         places = [self._candidates(each.key, each.local) for each in wanted]
         waiting: Sequence[int] = range(len(wanted))
@@ -353,7 +361,7 @@ class SidecarStore:
             for some in by_folder.values():
                 of_place = [(place, wanted[number]) for number, place in some]
                 try:
-                    loaded = await _in_thread(some[0][1], self._loaded, of_place)
+                    loaded = await self._loaded_in_threads(of_place)
                 except TimeoutError as error:
                     self._warn(some[0][1], error)
                     continue
@@ -362,6 +370,17 @@ class SidecarStore:
             asked = [number for some in by_folder.values() for number, _ in some]
             waiting = [number for number in asked if not (its := found[number]) or not its[1]]
         return found
+
+    async def _loaded_in_threads(
+        self, wanted: Sequence[tuple[SidecarPlace, SidecarOf]]
+    ) -> list[Loaded | None]:
+        """As `load_all`, from one place for each in one folder."""
+        place = wanted[0][0]
+        is_slow = MOUNTS.at(place.folder).latency.is_slow
+        size = _TOGETHER_IF_SLOW if is_slow else len(wanted)
+        parts = (wanted[first : first + size] for first in range(0, len(wanted), size))
+        loaded = await asyncio.gather(*(_in_thread(place, self._loaded, part) for part in parts))
+        return [*chain.from_iterable(loaded)]
 
     def _loaded(self, wanted: Sequence[tuple[SidecarPlace, SidecarOf]]) -> list[Loaded | None]:
         """As `load_all`, from one place for each in one folder; waits for the disk."""

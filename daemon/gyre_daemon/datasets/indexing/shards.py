@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from msgspec import Struct, field
@@ -55,9 +54,8 @@ from gyre_daemon.workers.compute_workers import ComputeWorkers
 # at most three of them: more would take more cores from the jobs. One that an operator orders to be
 # indexed has as many as there are cores.
 _MAX_DATASETS, _MAX_FURTHER = 32, 3
-# Stored indexes loaded with one call of a thread, and by all threads at once. A call takes as long
-# as loading four small ones; more threads wait for the interpreter's lock.
-_LOADED_TOGETHER, _LOADED_AT_ONCE = 32, 128
+# Stored indexes loaded before their progress is told.
+_LOADED_AT_ONCE = 256
 # Up to this many local shards are probed at every opening. That takes less time than to write a
 # sidecar; with more of them, the second opening of a large dataset would be slower.
 _MAX_UNKEPT_SHARDS = 16
@@ -325,11 +323,8 @@ class ShardIndexer:
 
     async def _stored(self, opening: OpeningDataset, shards: Sequence[int]) -> dict[int, Loaded]:
         """The stored scans of those shards that have one; see `SidecarStore.load_all`."""
-        wanted = [_sidecar_of(opening, shard) for shard in shards]
-        parts = (wanted[n:][:_LOADED_TOGETHER] for n in range(0, len(wanted), _LOADED_TOGETHER))
-        loaded = await asyncio.gather(*map(self._sidecars.load_all, parts))
-        found = zip(shards, chain.from_iterable(loaded), strict=True)
-        return {shard: its for shard, its in found if its}
+        loaded = await self._sidecars.load_all([_sidecar_of(opening, each) for each in shards])
+        return {shard: its for shard, its in zip(shards, loaded, strict=True) if its}
 
 
 def _indexed(
