@@ -104,6 +104,21 @@ def test_a_resume_without_a_checkpoint(
     )
 
 
+def test_two_runs_do_not_mix_in_one_folder(
+    tmp_path: Path, config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run from another one's checkpoint that died before its first, and one over another run."""
+    run = config_path.parent / "run"
+    run.mkdir()
+    (run / "history.jsonl").write_text('{"resumed_at": 5}\n')
+    with pytest.raises(ConfigError, match="continued at step 5, but no checkpoint"):
+        RunRecorder(load(config_path), RunFacts(1, 1, 1, abs), 0, may_restart=True)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "latest").write_text("step-00000009\n")
+    text = refused(capsys, str(config_path), "--resume", str(tmp_path / "other" / "step-00000005"))
+    assert "choose another `run.out`" in text
+
+
 def test_weights_to_begin_with_that_no_run_begins_with(
     tmp_path: Path, config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

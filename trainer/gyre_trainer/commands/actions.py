@@ -145,6 +145,12 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
         path = run_checkpoints.latest(folder)
     else:
         path = Path(options.resume)
+        is_own = path.absolute().parent.resolve() == folder.resolve()
+        if run_checkpoints.exists(folder) and not is_own:
+            raise ConfigError(
+                f"{folder} has checkpoints, so a run that began at {path} could later go on from "
+                "them. Continue theirs by --resume alone, or choose another `run.out`"
+            )
     if path:
         manifest.read(path, config.model, config.optimizer)
     return path

@@ -150,6 +150,7 @@ class History:
     def resume_at(self, step: int) -> None:
         """Mark the earlier lines for ``step`` and later steps as belonging to lost weights."""
         self._write({"resumed_at": step})
+        self._file.flush()
 
     def append(self, entries: Iterable[Entry]) -> None:
         """Add steps or evaluations."""

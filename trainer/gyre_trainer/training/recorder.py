@@ -68,7 +68,8 @@ class RunRecorder:
 
         Raises:
             ConfigError: the run begins at step 0 in a directory that holds a run, and may not
-                restart; or something that is no file has the name of one of its files.
+                restart, or that run began at another one's checkpoint; or something that is no file
+                has the name of one of its files.
         """
         self._config = config
         self._facts = facts
@@ -86,8 +87,14 @@ class RunRecorder:
                     f"{self._out} already holds a run; continue it with --resume, "
                     "or choose another `run.out`"
                 )
+            recorded = read(self._history_path) if is_begun else None  # before anything is trained
+            if first_step == 0 and recorded and any(recorded.resumed_at):
+                raise ConfigError(
+                    f"{self._out} holds a run that continued at step {max(recorded.resumed_at)}, "
+                    "but no checkpoint to continue from. Name one with --resume CHECKPOINT, or "
+                    "choose another `run.out`"
+                )
             self._history = History(self._history_path)
-            read(self._history_path)  # which also checks it, before anything is trained
             if first_step or is_begun:
                 self._history.resume_at(first_step)
             self._boards = boards.opened(
