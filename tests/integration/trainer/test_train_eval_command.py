@@ -53,7 +53,7 @@ def test_each_sample_counts_once_on_any_number_of_ranks(
     assert (status, "`eval.dataset` is not set" in errors) == (2, True), errors
 
 
-def test_long_documents_are_cut_alike_on_any_number_of_ranks(
+def test_packed_documents_are_evaluated_alike_on_any_number_of_ranks(
     tmp_path: Path, tiny_jobs: Jobs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "texts").mkdir()
@@ -63,11 +63,14 @@ def test_long_documents_are_cut_alike_on_any_number_of_ranks(
             text = generator.integers(32, 127, 99).astype(np.uint8).tobytes()
             writer.write({"__key__": f"{index:04}", "txt": text})
     config = tmp_path / "train.toml"
-    data = {"dataset": str(tmp_path / "texts"), "format": "webdataset", "field": "txt"}
+    tokenize = {"name": "tokenize", "field": "txt", "tokenizer": "bytes", "end": 256}
+    pack = {"field": "tokens", "length": 9, "overlong": "split"}
+    options = {"fields": ["txt"], "transforms": [tokenize], "pack": pack}
+    data = {"dataset": str(tmp_path / "texts"), "format": "webdataset"}
     config.write_text(
         tiny_run(
             tmp_path,
-            data={**data, "options": {"fields": ["txt"]}},
+            data={**data, "options": options},
             model={**TINY_GPT, "vocab_size": 257},
             eval={"dataset": str(tmp_path / "texts")},
         )

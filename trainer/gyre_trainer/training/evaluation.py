@@ -3,8 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gyre_client import Loader
 from gyre_protos.text import counted
 from torch import Tensor, nn
 
@@ -20,7 +18,7 @@ from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training import manifest
 from gyre_trainer.training.build import build_model, loss_of, restored
-from gyre_trainer.training.collate import Collator, collator_of
+from gyre_trainer.training.collate import collate
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.losses import Loss
 from gyre_trainer.training.rank_context import RankContext, join_job, open_loader, require_one_place
@@ -53,34 +51,30 @@ def evaluate(config: TrainConfig, weights: Path, *, as_json: bool) -> None:
         ) as loader:
             require_one_place(loader.state_dict()["cursor"])
             began_s = time.monotonic()
-            total = _total(model, loss_of(model), loader, collator_of(config))
+            loss, num_tokens, num_samples = _mean(model, loss_of(model), loader, config)
             elapsed_s = time.monotonic() - began_s
-        if context.rank == 0:
-            loss = mean_loss(total)
+        if context.rank > 0:
+            return
+        perplexity = math.exp(min(loss, 700.0))
+        if as_json:
             found = {
                 "weights": str(weights),
                 "step": step,  # None for a folder of weights
                 "dataset": config.eval.dataset,
-                "samples": int(total[2]),
-                "tokens": int(total[1]),
+                "samples": num_samples,
+                "tokens": num_tokens,
                 "loss": loss,
-                "perplexity": math.exp(min(loss, 700.0)),
+                "perplexity": perplexity,
                 "ranks": context.world_size,
                 "elapsed_s": round(elapsed_s, 3),
             }
-            print(json.dumps(found) if as_json else _told(found))
-
-
-def _told(found: Mapping[str, Any]) -> str:
-    """One line for people."""
-    tokens, samples = (
-        counted(found["tokens"], "token", ","),
-        counted(found["samples"], "sample", ","),
-    )
-    return (
-        f"{found['weights']}: loss {found['loss']:.6f}, perplexity {found['perplexity']:.6g}, over "
-        f"{tokens} in {samples} of {found['dataset']}"
-    )
+            print(json.dumps(found))
+        else:
+            print(
+                f"{weights}: loss {loss:.6f}, perplexity {perplexity:.6g}, over "
+                f"{counted(num_tokens, 'token', ',')} in {counted(num_samples, 'sample', ',')} of "
+                f"{config.eval.dataset}"
+            )
 
 
 def on_any_ranks(config: TrainConfig, num_ranks: int) -> TrainConfig:
@@ -97,65 +91,43 @@ def on_any_ranks(config: TrainConfig, num_ranks: int) -> TrainConfig:
     )
 
 
-def loss_on_first(
-    config: TrainConfig, context: RankContext, model: nn.Module, loss: Loss, collator: Collator
-) -> float:
+def loss_on_first(config: TrainConfig, context: RankContext, model: nn.Module, loss: Loss) -> float:
     """The mean loss on the first batches of the evaluation's order; collective."""
     settings = config.eval
-    parts = config.optimizer.accumulation_steps
     with open_loader(
         config, context, settings.dataset, settings.seed, is_evaluation=True
     ) as loader:
-        batches = islice(loader, settings.batches)
         model.eval()
-        total = _total(model, loss, batches, collator, parts)
+        mean, *_ = _mean(model, loss, islice(loader, settings.batches), config)
         model.train()
-        return mean_loss(total)
-
-
-def mean_loss(total: Tensor) -> float:
-    """The mean over all targets.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    if not total[1]:
-        raise ConfigError("`eval.dataset` has no target: no sample has a token to predict")
-    return float(total[0] / total[1])
+        return mean
 
 
 @torch.no_grad()
-def _total(
-    model: nn.Module,
-    loss: Loss,
-    batches: "Loader | Iterator[Mapping[str, Tensor]]",
-    collator: Collator,
-    num_parts: int = 1,
-) -> Tensor:
-    """The loss summed over all ranks' targets, their number, and that of samples; float64."""
+def _mean(
+    model: nn.Module, loss: Loss, batches: Iterable[Mapping[str, Tensor]], config: TrainConfig
+) -> tuple[float, int, int]:
+    """The mean loss over all ranks' targets, their number, and that of samples.
+
+    Raises:
+        ConfigError: there are no targets.
+    """
     total = torch.zeros(3, dtype=torch.float64)
-    with _without_router_loss(model):
-        for batch in batches:
-            is_sample = batch.get("mask")
-            total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
-            # of one step, so that windows of long documents do not depend on the size of batches
-            for part in collator.collate(batch, step=0).split(num_parts):
-                total[0] += float(loss_sum(model, loss, part))
-                total[1] += part.num_targets()
+    described: Any = getattr(model, "config", None)
+    has_router_loss = getattr(described, "output_router_logits", False)
+    if has_router_loss:  # a perplexity is of the tokens alone
+        described.output_router_logits = False
+    for batch in batches:
+        is_sample = batch.get("mask")
+        total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
+        for part in collate(batch, config).split(config.optimizer.accumulation_steps):
+            total[0] += float(loss_sum(model, loss, part))
+            total[1] += part.num_targets()
+    if has_router_loss:
+        described.output_router_logits = True
     with collective("the loss of an evaluation"):
         dist.all_reduce(total)
-    return total
-
-
-@contextmanager
-def _without_router_loss(model: nn.Module) -> Iterator[None]:
-    """A context in which the loss is the tokens' alone: a perplexity has no router's in it."""
-    described: Any = getattr(model, "config", None)
-    has_loss = getattr(described, "output_router_logits", False)
-    if has_loss:
-        described.output_router_logits = False
-    try:
-        yield
-    finally:
-        if has_loss:
-            described.output_router_logits = True
+    loss_of_all, num_targets, num_samples = total.tolist()
+    if not num_targets:
+        raise ConfigError("`eval.dataset` has no target: no sample has a token to predict")
+    return loss_of_all / num_targets, int(num_targets), int(num_samples)

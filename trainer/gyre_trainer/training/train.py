@@ -15,7 +15,7 @@ from gyre_trainer.errors import CheckpointRejected, Diverged
 from gyre_trainer.layers.quantized import num_weights
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.collate import collator_of
+from gyre_trainer.training.collate import collate
 from gyre_trainer.training.config import TrainConfig, learning_rate
 from gyre_trainer.training.evaluation import loss_on_first
 from gyre_trainer.training.history import StepStats
@@ -79,7 +79,6 @@ class Training:
         self._context = context
         self._loader = loader
         self._stepper = Stepper(build_model(config, context, weights), config)
-        self._collator = collator_of(config)
         self._checkpoints = Checkpoints(config)
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
@@ -120,7 +119,7 @@ class Training:
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s
-        examples = self._collator.collate(batch, self.step)
+        examples = collate(batch, self._config)
         _seed(self._config.run.seed, self.step, self._context.rank)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
@@ -200,9 +199,7 @@ class Training:
     def _evaluate(self) -> None:
         """Record the mean loss on the first batches of the evaluation's order."""
         stepper = self._stepper
-        loss = loss_on_first(
-            self._config, self._context, stepper.model, stepper.loss, self._collator
-        )
+        loss = loss_on_first(self._config, self._context, stepper.model, stepper.loss)
         if self._recorder:
             self._recorder.add_evaluation(self.step, loss)
 
