@@ -20,17 +20,17 @@ BATCH_SIZE, NUM_STEPS = 16, 18
 # What torchrun starts, with the same variables: most of its time would be the imports of each rank.
 _FORKED = """
 import os, runpy, sys, torch
-from gyre_trainer.training.launcher import Launcher
+from gyre_trainer.training.launcher import launch
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 _, num_ranks, *sys.argv = sys.argv
 
-def be_rank(pipe):
+def be_rank(tell):
     runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
 
 if int(num_ranks) > 1:
     os.environ.update(TORCHELASTIC_RUN_ID="none", GROUP_RANK="0", TORCHELASTIC_RESTART_COUNT="0")
-    sys.exit(Launcher(int(num_ranks)).run(be_rank))
+    sys.exit(launch(int(num_ranks), be_rank))
 be_rank(None)
 """
 

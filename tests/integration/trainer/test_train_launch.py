@@ -16,15 +16,15 @@ from tests.preloaded.interpreter import Interpreter
 PREAMBLE = """
 import os, sys, time
 from pathlib import Path
-from gyre_trainer.training.launcher import Launcher
+from gyre_trainer.training.launcher import launch
 
-def be_rank(pipe):
+def be_rank(tell):
     rank, folder = int(os.environ["RANK"]), Path(sys.argv[2])
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     exec(SCRIPT, globals() | locals())
     return 0
 
-sys.exit(Launcher(int(sys.argv[1])).run(be_rank))
+sys.exit(launch(int(sys.argv[1]), be_rank))
 """
 PROGRAM = "import os, runpy, sys; os.setsid(); del sys.argv[0]; runpy.run_path(sys.argv[0])"
 DEADLINE_S = 150.0
@@ -108,13 +108,13 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_en
 ) -> None:
     script = """
     if rank == 1:
-        pipe.send(1, "rank 1: Traceback: the cause")
+        tell(1, "rank 1: Traceback: the cause")
         (folder / "failed").touch()
         time.sleep(0.5)  # a slow teardown
         sys.exit(1)
     while not (folder / "failed").exists():
         time.sleep(0.02)
-    pipe.send(1, "rank 0: Traceback: only an echo")
+    tell(1, "rank 0: Traceback: only an echo")
     sys.exit(1)
     """
     status, errors = start(script, 2).end()
@@ -124,12 +124,12 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_en
 
 
 def test_an_error_that_the_user_can_correct_is_one_sentence_and_status_2(start: StartJob) -> None:
-    status, errors = start("pipe.send(2, 'error: no dataset of that name'); sys.exit(2)", 2).end()
+    status, errors = start("tell(2, 'error: no dataset of that name'); sys.exit(2)", 2).end()
     assert (status, errors) == (2, "gyre-train: error: no dataset of that name\n")
 
 
 def test_a_traceback_longer_than_a_pipe_is_cut_at_its_beginning(start: StartJob) -> None:
-    script = """pipe.send(1, chr(1) * 100_000 + chr(0xD800) * 100_000 + "the end"); sys.exit(1)"""
+    script = """tell(1, chr(1) * 100_000 + chr(0xD800) * 100_000 + "the end"); sys.exit(1)"""
     status, errors = start(script, 1).end()
     assert status == 1
     assert errors.endswith("the end\n")

@@ -1,106 +1,97 @@
 # ruff: noqa: PLC0415  # modules that take seconds are imported by the command that needs them
-"""The commands of `gyre-train`, from parsed arguments."""
+"""The commands of `gyre-train`: each takes its parsed arguments, and returns the exit status.
+
+What ranks need is checked and imported before they are forked.
+"""
 
 import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.boards import require_installed
 from gyre_trainer.training.config import TrainConfig, load, of_model
 from gyre_trainer.training.config_file import make_folder
+from gyre_trainer.training.launcher import on_ranks
 
 LATEST = "latest"
 
 
-def prepare_run(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Check, before any rank starts, what a run reads and needs, and make its folder."""
-    require_installed(config.boards)
-    _require_beginning(options)
-    _checkpoint(config, options)
-    make_folder(Path(config.run.out), "run.out")
-
-
-def _require_beginning(options: argparse.Namespace) -> None:
-    """Check that a run that begins with given weights begins."""
-    if options.init_from is None:
-        return
-    if options.resume is not None:
+def run(options: argparse.Namespace) -> int:
+    """Train."""
+    config = load(options.config, options.set)
+    num_ranks = _num_ranks(options)
+    config.require_divisible(num_ranks)
+    if "RANK" not in os.environ:  # else the first rank checks it
+        require_installed(config.boards)
+    if options.init_from is not None and options.resume is not None:
         raise ConfigError(
             "--init-from begins a run at step 0 with the weights of a folder, and --resume "
             "continues one with all that its checkpoint has. Leave one of them out."
         )
-    if not options.init_from.is_dir():
+    if options.init_from is not None and not options.init_from.is_dir():
         raise ConfigError(
             f"--init-from {options.init_from} is no folder; name one that `gyre-train export` or "
             "transformers wrote"
         )
-
-
-def run(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Train, as one rank."""
+    checkpoint = _checkpoint(config, options)
+    make_folder(Path(config.run.out), "run.out")
     from gyre_trainer.training.train import train
 
-    _require_beginning(options)  # torchrun has not
-    train(
+    work = partial(
+        train,
         config,
-        _checkpoint(config, options),
+        checkpoint,
         init_from=options.init_from,
         may_restart=options.resume_if_any,
     )
+    return on_ranks(num_ranks, work)
 
 
-def evaluate(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Print the loss on a dataset, as one rank."""
-    from gyre_trainer.training import evaluation
-
-    evaluation.evaluate(config, weights_to_evaluate(config, options), as_json=options.json)
-
-
-def read_eval(options: argparse.Namespace) -> TrainConfig:
-    """The configuration, for as many ranks as there are."""
-    from gyre_trainer.training.evaluation import on_any_ranks
-
+def evaluate(options: argparse.Namespace) -> int:
+    """Print the loss on a dataset."""
+    num_ranks = _num_ranks(options)
     config = load(options.config, options.set)
-    return on_any_ranks(config, int(os.environ.get("WORLD_SIZE", options.nproc)))
-
-
-def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> Path:
-    """The directory of the weights, checked before ranks start."""
     if not config.eval.dataset:
         raise ConfigError(
             "`eval.dataset` is not set. Name the dataset to evaluate on: --set eval.dataset=NAME"
         )
-    from gyre_trainer.training import manifest, run_checkpoints
+    from gyre_trainer.training import evaluation, manifest, run_checkpoints
 
-    path: Path = options.weights or run_checkpoints.latest(
+    weights: Path = options.weights or run_checkpoints.latest(
         Path(config.run.out) / "checkpoints", "name weights with --weights"
     )
-    if not path.is_dir():
-        raise ConfigError(f"--weights {path} is no folder")
-    if (path / manifest.NAME).exists():
-        manifest.read(path, config.model)
-    return path
+    if not weights.is_dir():
+        raise ConfigError(f"--weights {weights} is no folder")
+    if (weights / manifest.NAME).exists():
+        manifest.read(weights, config.model)
+    config = evaluation.on_any_ranks(config, num_ranks)
+    return on_ranks(num_ranks, partial(evaluation.evaluate, config, weights, as_json=options.json))
 
 
-def export(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Write this rank's part of a checkpoint's model."""
+def export(options: argparse.Namespace) -> int:
+    """Write a checkpoint's model, each rank its part."""
     from gyre_trainer.training import export as exported
 
-    exported.export(config, options.run, options.out, options.dtype)
+    num_ranks = _num_ranks(options)
+    config = exported.config_of(options.run, num_ranks)
+    make_folder(options.out, "DIR")
+    work = partial(exported.export, config, options.run, options.out, options.dtype)
+    return on_ranks(num_ranks, work)
 
 
-def read_export(options: argparse.Namespace) -> TrainConfig:
-    """The configuration of the run whose model is exported."""
-    from gyre_trainer.training.export import config_of
-
-    return config_of(options.run, int(os.environ.get("WORLD_SIZE", options.nproc)))
-
-
-def plan(config: TrainConfig, options: argparse.Namespace) -> str:
-    """The rule of each module, and the cost of a step, as tables or as JSON."""
+def plan(options: argparse.Namespace) -> int:
+    """Print the rule of each module, and the cost of a step, as tables or as JSON."""
+    of_run = options.model, options.sequence, options.batch
+    if options.config is not None and not any(of_run):
+        config = load(options.config, options.set)
+    elif options.config is None and all(of_run):
+        config = of_model(*of_run, options.set)
+    else:
+        raise ConfigError("plan needs either CONFIG.toml, or --model, --sequence and --batch")
     from gyre_trainer.accounting.plan import Rates, make_plan
 
     given = Rates(
@@ -111,13 +102,17 @@ def plan(config: TrainConfig, options: argparse.Namespace) -> str:
     )
     made = make_plan(config, options.ranks, given)
     memory_bytes = options.memory * 2**30 if options.memory else None
-    if options.json:
-        return json.dumps(made.as_object(memory_bytes), indent=1)
-    return made.text(memory_bytes)
+    text = (
+        json.dumps(made.as_object(memory_bytes), indent=1)
+        if options.json
+        else made.text(memory_bytes)
+    )
+    print(text)
+    return 0
 
 
-def check(_config: None, options: argparse.Namespace) -> str:
-    """Compare rotated ranks with one process here; sets the exit status."""
+def check(options: argparse.Namespace) -> int:
+    """Compare rotated ranks with one process here; 1 if a row failed."""
     from gyre_trainer.check import report
 
     report.require_device(options.device)
@@ -126,8 +121,29 @@ def check(_config: None, options: argparse.Namespace) -> str:
     for row in report.Checker(options.device, options.quick).rows(numbers):
         print(f"row {row.number}: {row.status} ({row.took_s:.0f} s)", file=sys.stderr, flush=True)
         rows.append(row)
-    options.status = int(any(row.status == "failed" for row in rows))
-    return report.as_json(options.device, rows) if options.json else report.table(rows)
+    print(report.as_json(options.device, rows) if options.json else report.table(rows))
+    return int(any(row.status == "failed" for row in rows))
+
+
+def _num_ranks(options: argparse.Namespace) -> int:
+    """The number of ranks, those of torchrun or those to start here."""
+    if "RANK" not in os.environ:
+        return int(options.nproc)
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name, "").strip():
+            raise ConfigError(
+                f"RANK is set, but {name} is not; start the ranks with torchrun, or unset RANK and "
+                "use --nproc"
+            )
+    if options.nproc > 1:
+        raise ConfigError(
+            f"--nproc is {options.nproc}, but this process is one rank already: RANK is set; "
+            "leave --nproc out, or unset RANK"
+        )
+    try:
+        return int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r}, and no number") from None
 
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
@@ -154,13 +170,3 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
     if path:
         manifest.read(path, config.model, config.optimizer)
     return path
-
-
-def read_plan(options: argparse.Namespace) -> TrainConfig:
-    """The configuration, or that of a run of the given model."""
-    of_run = options.model, options.sequence, options.batch
-    if options.config is not None and not any(of_run):
-        return load(options.config, options.set)
-    if options.config is not None or not all(of_run):
-        raise ConfigError("plan needs either CONFIG.toml, or --model, --sequence and --batch")
-    return of_model(*of_run, options.set)

@@ -9,8 +9,6 @@ import shtab
 
 from gyre_trainer import __version__
 from gyre_trainer.commands import actions
-from gyre_trainer.training.config import load
-from gyre_trainer.training.config_file import make_folder
 
 
 def _above_0(kind: Callable[[str], float], most: float) -> Callable[[str], float]:
@@ -73,9 +71,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         help="begin at step 0 with the weights of a folder that `gyre-train export` or "
         "transformers wrote",
     )
-    run.set_defaults(
-        be_rank=actions.run, imports="gyre_trainer.training.train", prepare=actions.prepare_run
-    )
+    run.set_defaults(act=actions.run)
 
 
 def _add_eval(evaluates: argparse.ArgumentParser) -> None:
@@ -89,12 +85,7 @@ def _add_eval(evaluates: argparse.ArgumentParser) -> None:
         "`gyre-train export` or transformers wrote",
     )
     evaluates.add_argument("--json", action="store_true", help="print one JSON object")
-    evaluates.set_defaults(
-        be_rank=actions.evaluate,
-        imports="gyre_trainer.training.evaluation",
-        read=actions.read_eval,
-        prepare=actions.weights_to_evaluate,
-    )
+    evaluates.set_defaults(act=actions.evaluate)
 
 
 def _add_export(exports: argparse.ArgumentParser) -> None:
@@ -109,12 +100,7 @@ def _add_export(exports: argparse.ArgumentParser) -> None:
         help="of the weights in the files (default float32, as they were trained)",
     )
     _add_nproc(exports)
-    exports.set_defaults(
-        be_rank=actions.export,
-        imports="gyre_trainer.training.export",
-        read=actions.read_export,
-        prepare=lambda _, options: make_folder(options.out, "DIR"),
-    )
+    exports.set_defaults(act=actions.export)
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
@@ -158,7 +144,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--memory", type=_rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
-    plan.set_defaults(show=actions.plan, be_rank=None, read=actions.read_plan)
+    plan.set_defaults(act=actions.plan)
 
 
 def _add_check(check: argparse.ArgumentParser) -> None:
@@ -175,12 +161,11 @@ def _add_check(check: argparse.ArgumentParser) -> None:
     )
     check.add_argument("--quick", action="store_true", help="a few models of each row")
     check.add_argument("--json", action="store_true", help="JSON instead of a table")
-    check.set_defaults(show=actions.check, be_rank=None, read=lambda _: None)
+    check.set_defaults(act=actions.check)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", type=Path, metavar="CONFIG.toml")
-    command.set_defaults(read=lambda options: load(options.config, options.set))
     _add_set(command)
 
 

@@ -13,26 +13,32 @@ torchrun would do most of this, but its agent loses the message of a rank that f
 rank fails too, and it puts its ranks into sessions of their own.
 
 A rank tells the launcher why it failed through a pipe, before its teardown is mistaken for the
-cause. A rank under torchrun has none, and prints instead.
+cause. A rank under torchrun prints it instead.
 """
 
 import errno
+import importlib
 import os
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from types import FrameType
+from typing import NamedTuple
 
-from gyre_protos.program import die_with
+from gyre_client.errors import GyreError
+from gyre_protos.program import die_with, internal_error
+from gyre_protos.text import printable
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gyre_trainer.comm.ring import abort_all
+from gyre_trainer.errors import RingError, TrainError
 
 # How long a rank may take to end after SIGTERM before it is killed. A shorter time would cut off
 # tracebacks and open files on a busy machine; a longer one makes every failed job end later.
@@ -41,14 +47,11 @@ _GRACE_S = 5.0
 # longer interval blurs which of two ranks ended first, and so which of them is named.
 _POLL_INTERVAL_S = 0.02
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
 # Characters of a message, which the connection to a busy launcher holds without a reader.
 _MAX_TEXT = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class RankFailure:
+class RankFailure(NamedTuple):
     """Why a rank failed.
 
     Attributes:
@@ -63,28 +66,76 @@ class RankFailure:
     text: str
 
 
-class FailurePipe:
-    """A rank's end of the connection to the process that launched it."""
-
-    def __init__(self, launcher: Connection) -> None:
-        self._launcher = launcher
-
-    def send(self, status: int, text: str) -> None:
-        """Send the failure to the launcher, if it still exists; see `RankFailure`."""
-        printable = text[-_MAX_TEXT:].encode(errors="replace").decode()
-        with suppress(BrokenPipeError):
-            self._launcher.send(RankFailure(time.monotonic(), status, printable))
+Tell = Callable[[int, str], None]
+"""Takes the status and the text of a rank's failure."""
 
 
-BeRank = Callable[[FailurePipe], int]
-"""Is called in the process of a rank, and returns its exit status."""
+def on_ranks(num_ranks: int, work: Callable[[], None]) -> int:
+    """Do the work of the rank that RANK names, or else that of ``num_ranks`` ranks, forked here.
 
-
-def _become_rank(index: int, num_ranks: int, launcher: tuple[int, Connection], be: BeRank) -> None:
-    """Be a process like one of torchrun, which dies with its launcher however that comes about."""
-    pid, connection = launcher
+    Returns:
+        The exit status, as of `launch`.
+    """
+    if "RANK" in os.environ:
+        return _be_rank(work)
+    # Once for all ranks. Torch imports it when it makes an optimizer.
+    importlib.import_module("torch._dynamo")
     try:
-        die_with(pid)
+        return launch(num_ranks, partial(_be_rank, work))
+    except OSError as error:
+        print(f"gyre-train: the ranks cannot be started: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def launch(num_ranks: int, be_rank: Callable[[Tell], int]) -> int:
+    """Fork one process per rank, and wait until all have ended; a failure ends the others.
+
+    Args:
+        num_ranks: of the job.
+        be_rank: is called in the process of each rank, and returns its exit status.
+
+    Returns:
+        The exit status for the shell: 0; or that of the rank whose failure came first, after its
+            message on stderr; or 128 + the signal that was passed on to the ranks.
+
+    Raises:
+        OSError: the machine has no room for so many processes.
+    """
+    context, launcher = get_context("fork"), os.getpid()
+    ranks: list[ForkProcess] = []
+    pipes: list[Connection] = []
+    signals: list[int] = []
+    try:
+        for index in range(num_ranks):
+            here, there = context.Pipe()
+            place = index, num_ranks, launcher, there
+            rank = context.Process(target=_become_rank, args=(*place, be_rank))
+            rank.start()
+            there.close()
+            ranks.append(rank)
+            pipes.append(here)
+        with _signals_in(signals):
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for pipe in pipes:
+                with suppress(BrokenPipeError):  # the rank was killed already
+                    pipe.send(store.port)
+            statuses = _wait_for_first(ranks, signals)
+            _end(ranks, signals[0] if signals else signal.SIGTERM)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    if signals:
+        return 128 + signals[0]
+    return _report_failure(statuses, pipes) if any(statuses) else 0
+
+
+def _become_rank(
+    index: int, num_ranks: int, launcher: int, pipe: Connection, be_rank: Callable[[Tell], int]
+) -> None:
+    """Be a process like one of torchrun, which dies with its launcher however that comes about."""
+    try:
+        die_with(launcher)
     except ProcessLookupError:
         sys.exit("gyre-train: the launcher is gone")
     # The title that `ps` and `top` show; all ranks have the launcher's command line.
@@ -99,129 +150,106 @@ def _become_rank(index: int, num_ranks: int, launcher: tuple[int, Connection], b
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(connection.recv()),
+            "MASTER_PORT": str(pipe.recv()),
             # the store exists; rank 0 must not open one
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )
-    sys.exit(be(FailurePipe(connection)))
+
+    def tell(status: int, text: str) -> None:
+        sent = text[-_MAX_TEXT:].encode(errors="replace").decode()
+        with suppress(BrokenPipeError):  # the launcher is gone
+            pipe.send(RankFailure(time.monotonic(), status, sent))
+
+    sys.exit(be_rank(tell))
 
 
-class Launcher:
-    """The processes of the ranks of one job."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._ranks: list[ForkProcess] = []
-        self._connections: list[Connection] = []
-        self._ended: list[int] = []  # in the order of their end
-        self._signal: int | None = None
-        self._deadline_s = float("inf")
-
-    def run(self, be_rank: BeRank) -> int:
-        """Fork one process per rank, and wait until all have ended; a failure ends the others.
-
-        Returns:
-            The exit status for the shell: 0; or that of the rank whose failure came first, after
-                its message on stderr; or 128 + the signal that was passed on to the ranks.
-
-        Raises:
-            OSError: the machine has no room for so many processes.
-        """
-        context = get_context("fork")
-        try:
-            for index in range(self._num_ranks):
-                here, there = context.Pipe()
-                launcher = os.getpid(), there
-                rank = context.Process(
-                    target=_become_rank, args=(index, self._num_ranks, launcher, be_rank)
-                )
-                rank.start()
-                there.close()
-                self._ranks.append(rank)
-                self._connections.append(here)
-            with _signals_to(self._forward_signal):
-                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                for connection in self._connections:
-                    with suppress(BrokenPipeError):  # it was killed already
-                        connection.send(store.port)
-                self._wait()
-        finally:
-            for rank in self._ranks:
-                rank.kill()
-                rank.join()
-        return self._report_failure() if self._signal is None else 128 + self._signal
-
-    def _wait(self) -> None:
-        """Return when all ranks have ended, or when the deadline of a stop has passed."""
-        running = set(range(self._num_ranks))
-        while running and time.monotonic() < self._deadline_s:
-            ended = [each for each in running if self._ranks[each].exitcode is not None]
-            # A rank that a signal ended did not react to another rank's end, so it comes first.
-            self._ended += sorted(ended, key=lambda each: self._status(each) >= 0)
-            running.difference_update(ended)
-            if self._deadline_s == float("inf") and any(map(self._status, ended)):
-                self._stop(signal.SIGTERM)
-            if not ended:
-                time.sleep(_POLL_INTERVAL_S)
-
-    def _status(self, index: int) -> int:
-        return self._ranks[index].exitcode or 0
-
-    def _stop(self, signum: int) -> None:
-        """Ask every living rank to end, and set the time after which `run` kills them."""
-        self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
-        for rank in self._ranks:
-            if rank.exitcode is None and rank.pid is not None:
-                os.kill(rank.pid, signum)
-
-    def _forward_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self._signal = self._signal or signum
-        self._stop(signum)
-
-    def _report_failure(self) -> int:
-        """The status of the rank that failed first; its message goes to stderr."""
-        failed = [each for each in self._ended if self._status(each)]
-        if not failed:
-            return 0
-        failures = [self._failure_of(each) for each in failed]
-        if failures[0] is None:  # its end is the cause, whatever the others say
-            told = f"rank {failed[0]} {_describe_end(self._status(failed[0]))}"
-            print(f"gyre-train: {told}; the other ranks were stopped", file=sys.stderr)
-            return 1
-        first = min(filter(None, failures), key=lambda each: each.time_s)
-        print(f"gyre-train: {first.text.rstrip()}", file=sys.stderr)
-        return first.status
-
-    def _failure_of(self, index: int) -> RankFailure | None:
-        """The message of an ended rank; None where it sent none, or not all of it."""
-        connection = self._connections[index]
-        if not connection.poll():  # a process that it left behind has the connection, too
-            return None
-        try:
-            failure: RankFailure = connection.recv()
-        except (EOFError, OSError):
-            return None
-        return failure
+def _wait_for_first(ranks: Sequence[ForkProcess], signals: Sequence[int]) -> list[int | None]:
+    """Wait for a failure, a signal, or the end of all ranks; return their statuses then."""
+    while True:
+        statuses = [rank.exitcode for rank in ranks]
+        if signals or any(statuses) or None not in statuses:
+            return statuses
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def _describe_end(status: int) -> str:
-    if status == -signal.SIGKILL:
-        return "was ended by SIGKILL (by hand, or because memory ran out)"
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"
+def _end(ranks: Sequence[ForkProcess], signum: int) -> None:
+    """Ask every living rank to end, and give it time."""
+    deadline_s = time.monotonic() + _GRACE_S
+    for rank in ranks:
+        if rank.exitcode is None and rank.pid is not None:
+            os.kill(rank.pid, signum)
+    while time.monotonic() < deadline_s and None in [rank.exitcode for rank in ranks]:
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _report_failure(statuses: Sequence[int | None], pipes: Sequence[Connection]) -> int:
+    """The status of the rank that failed first; its message goes to stderr."""
+    # One that a signal ended, below 0, did not react to another rank's end, so it comes first.
+    status, first = min((status, index) for index, status in enumerate(statuses) if status)
+    failures = [_failure_in(pipe) for pipe in pipes]
+    if failures[first] is None:  # its end is the cause, whatever the others say
+        told = f"ended with exit status {status}"
+        if status == -signal.SIGKILL:
+            told = "was ended by SIGKILL (by hand, or because memory ran out)"
+        elif status < 0:
+            told = f"was ended by {signal.Signals(-status).name}"
+        print(f"gyre-train: rank {first} {told}; the other ranks were stopped", file=sys.stderr)
+        return 1
+    cause = min(filter(None, failures))
+    print(f"gyre-train: {cause.text.rstrip()}", file=sys.stderr)
+    return cause.status
+
+
+def _failure_in(pipe: Connection) -> RankFailure | None:
+    """The message of an ended rank; None where it sent none, or not all of it."""
+    if not pipe.poll():  # a process that it left behind has the pipe, too
+        return None
+    try:
+        failure: RankFailure = pipe.recv()
+    except (EOFError, OSError):
+        return None
+    return failure
 
 
 @contextmanager
-def _signals_to(handler: "signal._HANDLER") -> Iterator[None]:
-    """A context in which signals that end a job go to ``handler``."""
-    before = {signum: signal.signal(signum, handler) for signum in _FORWARDED}
+def _signals_in(received: list[int]) -> Iterator[None]:
+    """A context in which signals that end a job are appended to ``received``."""
+    before = {
+        signum: signal.signal(signum, lambda signum, _: received.append(signum))
+        for signum in _FORWARDED
+    }
     try:
         yield
     finally:
         for signum, old in before.items():
             signal.signal(signum, old)
+
+
+def _be_rank(work: Callable[[], None], tell: Tell | None = None) -> int:
+    """Do a rank's work. A failure ends the process at once, so that no rank waits for it."""
+    try:
+        work()
+    except Exception as error:
+        rank, is_expected = os.environ["RANK"], isinstance(error, TrainError | GyreError)
+        status = 2 if is_expected and not isinstance(error, RingError) else 1
+        text = one_line(error) if is_expected else explained(error) or internal_error(error)
+        if tell is None:
+            print(f"gyre-train: rank {rank}: {text}", file=sys.stderr)
+        elif status == 2:
+            tell(status, f"error: {text}")
+        else:  # that of a ring begins with the rank at fault
+            tell(status, text if is_expected else f"rank {rank}: {text}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        abort_all()  # so that hops on a device end
+        os._exit(status)
+    return 0
+
+
+def one_line(error: Exception) -> str:
+    """The error's text on one line, without characters that a terminal would obey."""
+    return printable(" ".join(str(error).split()))
 
 
 _TORCH_WORDS = ("can't allocate memory", "out of memory", "not enough memory")

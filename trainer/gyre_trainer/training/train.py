@@ -54,7 +54,6 @@ def train(
     """
     with join_job(config.run, tf32=config.precision.tf32) as context:
         log_to(Path(config.run.out), context.rank)
-        config.require_divisible(context.world_size)
         data = config.data
         with open_loader(config, context, data.dataset, data.seed) as loader:
             training = Training(config, context, loader, None if resume else init_from)
