@@ -13,11 +13,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gyre_trainer.errors import RecordsFailed
+from gyre_trainer.training.config import TrainConfig, learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +53,6 @@ class StepRecord:
     data_wait_s: float
     sample_ids: str
 
-    @property
-    def board_step(self) -> int:
-        """The number of steps taken."""
-        return self.step + 1
-
-    @property
-    def shown(self) -> dict[str, float]:
-        """Figures for boards."""
-        its = speed([self])
-        return {
-            "train/loss": self.loss,
-            "train/learning_rate": self.lr,
-            "speed/tokens_per_s": its.tokens_per_s,
-            "speed/data_wait_share": its.data_wait_share,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -79,19 +65,6 @@ class Evaluation:
 
     evaluated_at: int
     eval_loss: float
-
-    @property
-    def board_step(self) -> int:
-        """The number of steps taken."""
-        return self.evaluated_at
-
-    @property
-    def shown(self) -> dict[str, float]:
-        """Figures for boards."""
-        return {"eval/loss": self.eval_loss}
-
-
-Entry = StepRecord | Evaluation
 
 
 class Speed(NamedTuple):
@@ -109,10 +82,6 @@ def speed(records: Sequence[StepRecord]) -> Speed:
     num_tokens = sum(each.num_targets for each in records)
     waited_s = sum(each.data_wait_s for each in records)
     return Speed(elapsed_s, num_tokens, num_tokens / elapsed_s, waited_s / elapsed_s)
-
-
-_NAMES = {field.name for field in fields(StepRecord)}
-_NUMBERS = (_NAMES | {"resumed_at", "evaluated_at", "eval_loss"}) - {"sample_ids"}
 
 
 def digest(sample_ids: Sequence[int]) -> str:
@@ -142,7 +111,9 @@ class History:
         self._file = path.open("a", encoding="utf-8")
         try:
             _lock(self._file.fileno(), path)
-            _drop_torn_line(path)
+            content = path.read_bytes()
+            if not content.endswith(b"\n"):
+                os.truncate(path, content.rfind(b"\n") + 1)
         except BaseException:
             self._file.close()
             raise
@@ -152,7 +123,7 @@ class History:
         self._write({"resumed_at": step})
         self._file.flush()
 
-    def append(self, entries: Iterable[Entry]) -> None:
+    def append(self, entries: Iterable[StepRecord | Evaluation]) -> None:
         """Add steps or evaluations."""
         for entry in entries:
             self._write(asdict(entry))
@@ -192,39 +163,28 @@ def read(path: Path) -> Recorded:
     Raises:
         RecordsFailed: a line is damaged; the message has its number.
     """
-    steps: list[StepRecord] = []
-    evaluations: list[Evaluation] = []
-    resumed_at: list[int] = []
-    for entry in _entries(path):
-        if "resumed_at" in entry:
-            step = entry["resumed_at"]
-            steps = [each for each in steps if each.step < step]
-            evaluations = [each for each in evaluations if each.evaluated_at <= step]
-            resumed_at.append(step)
-        elif entry.keys() >= _NAMES:
-            steps.append(StepRecord(**{name: entry[name] for name in _NAMES}))
-        elif entry.keys() >= {"evaluated_at", "eval_loss"}:
-            evaluations.append(Evaluation(entry["evaluated_at"], entry["eval_loss"]))
-    return Recorded(steps, evaluations, resumed_at)
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The object in each whole line."""
+    recorded = Recorded([], [], [])
     content = path.read_bytes()
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            entry = json.loads(line)
-            is_valid = isinstance(entry, dict) and all(
-                isinstance(entry.get(name, 0), int | float) for name in _NUMBERS
-            )
-        except (ValueError, RecursionError):
-            is_valid = False
-        if not is_valid:
+            entry = msgspec.convert(json.loads(line), dict[str, Any])
+            if "resumed_at" in entry:
+                step = msgspec.convert(entry["resumed_at"], int)
+                recorded = Recorded(
+                    [each for each in recorded.steps if each.step < step],
+                    [each for each in recorded.evaluations if each.evaluated_at <= step],
+                    [*recorded.resumed_at, step],
+                )
+            elif "evaluated_at" in entry:
+                recorded.evaluations.append(msgspec.convert(entry, Evaluation))
+            elif "step" in entry:
+                recorded.steps.append(msgspec.convert(entry, StepRecord))
+        except (ValueError, RecursionError):  # also of msgspec
             raise RecordsFailed(
                 f"{path} is damaged: line {number} is no record of a step; "
                 "remove that line, or move the file away"
-            )
-        yield entry
+            ) from None
+    return recorded
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -243,30 +203,33 @@ def _lock(descriptor: int, path: Path) -> None:
             return None
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line that a killed writer did not finish."""
-    if path.exists():
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
+class StepTimes(NamedTuple):
+    """Seconds of one step on one rank.
+
+    Attributes:
+        elapsed_s: since the end of the step before.
+        data_wait_s: of these, in the wait for the batch.
+        hop_wait_s: of these, in waits for hops.
+    """
+
+    elapsed_s: float
+    data_wait_s: float
+    hop_wait_s: float
 
 
 class StepStats:
     """The figures of one rank's steps since the last `gather`; as many steps on every rank."""
 
     def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._figures: list[list[float]] = []
-        self._ids: list[Tensor] = []
-        self._epochs: list[int] = []
+        self._steps: list[tuple[Tensor, list[float], Tensor, int]] = []
 
     def __len__(self) -> int:
-        return len(self._epochs)
+        return len(self._steps)
 
     def add(
         self,
         loss_sum: Tensor,
-        times: tuple[float, float, float],
+        times: StepTimes,
         num_targets: int,
         batch: Mapping[str, Tensor],
         epoch: int,
@@ -276,51 +239,48 @@ class StepStats:
         Args:
             loss_sum: a scalar on any device, over ``num_targets`` targets of this rank; this call
                 does not wait for it.
-            times: seconds of the step on this rank, of its wait for the batch, and for hops.
+            times: of the step on this rank.
             num_targets: see ``loss_sum``.
             batch: on any device, of equal size on every rank.
             epoch: in which the step begins, the same on every rank.
         """
-        self._epochs.append(epoch)
-        self._losses.append(loss_sum.detach().double())
-        self._figures.append([num_targets, *times])
-        self._ids.append(batch["sample_id"].long())
+        loss, ids = loss_sum.detach().double(), batch["sample_id"].long()
+        self._steps.append((loss, [num_targets, *times], ids, epoch))
 
     def gather(
-        self, first_step: int, rate: Callable[[int], float], memory_bytes: int
+        self, first_step: int, config: TrainConfig, memory_bytes: int
     ) -> tuple[list[StepRecord], npt.NDArray[np.float64]]:
         """All ranks' figures, step by step; collective. Afterwards none are left here.
 
         Args:
             first_step: the number of the first of these steps.
-            rate: takes a step, and returns its learning rate.
+            config: of the run.
             memory_bytes: the peak of this rank.
 
         Returns:
             Of each step its record; and float64 [W, 4], of each rank the means of the seconds of a
             step, of its wait for data and of its waits for hops, and the bytes of its peak memory.
         """
-        losses = _all_gather(torch.stack(self._losses).cpu())
-        mine = [[*figures, memory_bytes] for figures in self._figures]
-        figures = _all_gather(torch.tensor(mine, dtype=torch.float64))
-        ids = _all_gather(torch.stack(self._ids).cpu())
-        epochs = self._epochs
-        self._losses, self._figures, self._ids, self._epochs = [], [], [], []
-        counts, elapsed_s, waits_s = figures[:, :, 0], figures[0, :, 1], figures[:, :, 2]
+        losses, figures, sample_ids, epochs = zip(*self._steps, strict=True)
+        self._steps = []
+        mine = torch.tensor([[*each, memory_bytes] for each in figures], dtype=torch.float64)
+        mine = torch.cat([torch.stack(losses).cpu()[:, None], mine], 1)
+        everyone, ids = _all_gather(mine), _all_gather(torch.stack(sample_ids).cpu())
+        sums, counts, elapsed_s, waits_s, *_ = everyone.unbind(2)  # each [W, steps]
         records = [
             StepRecord(
-                step=first_step + i,
+                step=step,
                 epoch=epoch,
-                loss=float(losses[:, i].sum() / counts[:, i].sum().clamp(min=1)),
-                lr=rate(first_step + i),
+                loss=float(sums[:, i].sum() / counts[:, i].sum().clamp(min=1)),
+                lr=learning_rate(step, config.run.steps, config.optimizer),
                 num_targets=int(counts[:, i].sum()),
-                elapsed_s=round(float(elapsed_s[i]), 6),
+                elapsed_s=round(float(elapsed_s[0, i]), 6),
                 data_wait_s=round(float(waits_s[:, i].max()), 6),
                 sample_ids=digest(ids[:, i].flatten().tolist()),
             )
-            for i, epoch in enumerate(epochs)
+            for i, (step, epoch) in enumerate(enumerate(epochs, first_step))
         ]
-        return records, figures[:, :, 1:].mean(1).numpy()
+        return records, everyone[:, :, 2:].mean(1).numpy()
 
 
 def _all_gather(mine: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ import numpy.typing as npt
 from gyre_protos.text import counted
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
-from gyre_trainer.training import boards
+from gyre_trainer.training.boards import Boards
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.config_file import make_folder, require_regular
 from gyre_trainer.training.history import (
-    Entry,
     Evaluation,
     History,
     Recorded,
@@ -97,9 +96,9 @@ class RunRecorder:
             self._history = History(self._history_path)
             if first_step or is_begun:
                 self._history.resume_at(first_step)
-            self._boards = boards.opened(
-                config.boards, self._out, first_step, _without_secrets(config)
-            )
+            settings = asdict(config)
+            del settings["data"]["options"]  # which may name credentials
+            self._boards = Boards(config.boards, self._out, first_step, settings)
         say(
             f"{facts.num_parameters / 1e6:.2f} M parameters on "
             f"{counted(facts.world_size, 'rank')}, "
@@ -117,9 +116,21 @@ class RunRecorder:
             ranks: as `StepStats.gather` gives them.
             cursor: of the data behind the last one.
         """
-        self._put(records)
         with self._writing():
-            write_status(self._status(records, ranks, cursor), self._status_path)
+            self._history.append(records)
+            for each in records:
+                its = speed([each])
+                figures = {
+                    "train/loss": each.loss,
+                    "train/learning_rate": each.lr,
+                    "speed/tokens_per_s": its.tokens_per_s,
+                    "speed/data_wait_share": its.data_wait_share,
+                }
+                self._boards.add(each.step + 1, figures)
+            unfinished = self._status_path.with_suffix(".json.writing")
+            status = self._status(records, ranks, cursor)
+            unfinished.write_text(json.dumps(status) + "\n", encoding="utf-8")
+            unfinished.replace(self._status_path)  # so a reader sees a whole one
         say(describe(records, self._config.run.steps))
 
     def _status(
@@ -148,16 +159,10 @@ class RunRecorder:
 
     def add_evaluation(self, step: int, loss: float) -> None:
         """Write down the evaluation loss of the weights before ``step``."""
-        self._put([Evaluation(step, loss)])
-        say(f"step {step}: evaluation loss {loss:.4f}")
-
-    def _put(self, entries: Sequence[Entry]) -> None:
-        """Write entries to the history, and show the same ones on all boards."""
         with self._writing():
-            self._history.append(entries)
-            for entry in entries:
-                for board in self._boards:
-                    board.add(entry.board_step, entry.shown)
+            self._history.append([Evaluation(step, loss)])
+            self._boards.add(step, {"eval/loss": loss})
+        say(f"step {step}: evaluation loss {loss:.4f}")
 
     def sync(self) -> None:
         """Make what was added durable, so that no checkpoint is ahead of the history."""
@@ -173,8 +178,7 @@ class RunRecorder:
         """
         with self._writing():
             self._history.close()
-            for board in self._boards:
-                board.close()
+            self._boards.close()
             recorded = read(self._history_path)
             if not recorded.steps:
                 raise ConfigError(
@@ -229,13 +233,6 @@ class RunRecorder:
         }
 
 
-def _without_secrets(config: TrainConfig) -> dict[str, Any]:
-    """The configuration, but for options of the dataset, which may name credentials."""
-    settings = asdict(config)
-    del settings["data"]["options"]
-    return settings
-
-
 def say(text: str) -> None:
     """Write a line to stderr, if anybody reads: a run does not end with its terminal."""
     with suppress(OSError):
@@ -253,13 +250,6 @@ def describe(records: Sequence[StepRecord], num_steps: int) -> str:
         f"{last.lr:.2e}  {its.tokens_per_s:,.0f} tokens/s  data wait {its.data_wait_share:.1%}  "
         f"left {timedelta(seconds=round(left_s))}"
     )
-
-
-def write_status(status: dict[str, Any], path: Path) -> None:
-    """Write the status as JSON; who reads it meanwhile sees the one before, or this one."""
-    unfinished = path.with_suffix(".json.writing")
-    unfinished.write_text(json.dumps(status) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def final_loss(records: Sequence[StepRecord]) -> float:

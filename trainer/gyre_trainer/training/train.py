@@ -16,9 +16,9 @@ from gyre_trainer.layers.quantized import num_weights
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import collate
-from gyre_trainer.training.config import TrainConfig, learning_rate
+from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.evaluation import loss_on_first
-from gyre_trainer.training.history import StepStats
+from gyre_trainer.training.history import StepStats, StepTimes
 from gyre_trainer.training.rank_context import (
     RankContext,
     join_job,
@@ -124,7 +124,7 @@ class Training:
         ended_s = time.monotonic()
         self._stats.add(
             loss_sum,
-            (ended_s - self._step_began_s, waited_s, Hop.waited_s - hops_waited_s),
+            StepTimes(ended_s - self._step_began_s, waited_s, Hop.waited_s - hops_waited_s),
             examples.num_targets(),
             batch,
             epoch,
@@ -147,14 +147,16 @@ class Training:
     def _after_step(self) -> None:
         config = self._config
         is_last = self.step == config.run.steps
-        evaluates = config.eval.every > 0 and (is_last or self.step % config.eval.every == 0)
-        saves = config.checkpoint.every > 0 and (
-            is_last or self.step % config.checkpoint.every == 0
+        evaluates, saves, records = (
+            every > 0 and (is_last or self.step % every == 0)
+            for every in (config.eval.every, config.checkpoint.every, config.run.log_every)
         )
-        if is_last or evaluates or saves or self.step % config.run.log_every == 0:
+        if evaluates or saves or records:
             self._record()
         if evaluates:
-            self._evaluate()
+            loss = loss_on_first(config, self._context, self._stepper.model, self._stepper.loss)
+            if self._recorder:
+                self._recorder.add_evaluation(self.step, loss)
         if saves:
             self._require_finite_weights()
             if self._recorder:
@@ -167,7 +169,7 @@ class Training:
     def _record(self) -> None:
         with collective("the records of the last steps"):
             records, ranks = self._stats.gather(
-                self.step - len(self._stats), self._rate, peak_memory_bytes(self._context.device)
+                self.step - len(self._stats), self._config, peak_memory_bytes(self._context.device)
             )
         if self._recorder:
             self._recorder.add(records, ranks, self._loader.state_dict()["cursor"])
@@ -191,16 +193,6 @@ class Training:
                 f"weights are not finite after {counted(self.step, 'step')}, so they are not "
                 "saved; resume from a checkpoint with a lower `optimizer.lr`"
             )
-
-    def _rate(self, step: int) -> float:
-        return learning_rate(step, self._config.run.steps, self._config.optimizer)
-
-    def _evaluate(self) -> None:
-        """Record the mean loss on the first batches of the evaluation's order."""
-        stepper = self._stepper
-        loss = loss_on_first(self._config, self._context, stepper.model, stepper.loss)
-        if self._recorder:
-            self._recorder.add_evaluation(self.step, loss)
 
 
 def _seed(*numbers: int) -> None:
