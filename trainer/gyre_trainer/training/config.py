@@ -242,8 +242,7 @@ def of_model(
         "data": {"dataset": "none", "sequence_length": sequence_length, "batch_size": batch_size},
         "model": {"pretrained": path},
     }
-    for override in overrides:
-        config_file.override(table, override)
+    config_file.override(table, overrides)
     return build(TrainConfig, table)
 
 
@@ -285,25 +284,18 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         return build(hint, _convert(value, dict[str, Any], name), name)
     try:
         converted = msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"`{name}` is {_shown(name, value)}: {_explain(error, hint)}") from error
-    numbers = converted if isinstance(converted, tuple) else (converted,)
-    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        raise ConfigError(f"`{name}` is {_shown(name, value)}: expected a finite number")
-    texts = [text for text in (converted, value) if isinstance(text, str)]
-    if not all(text.isprintable() for text in texts):
-        raise ConfigError(
-            f"`{name}` is {_shown(name, value)}: expected text without control characters"
-        )
+        numbers = converted if isinstance(converted, tuple) else (converted,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ValueError("expected a finite number")
+        if any(isinstance(text, str) and not text.isprintable() for text in (converted, value)):
+            raise ValueError("expected text without control characters")
+    except ValueError as error:  # also of msgspec
+        shown = "not as expected" if name in _SECRET else reprlib.repr(value)
+        raise ConfigError(f"`{name}` is {shown}: {_explain(error, hint)}") from error
     return converted
 
 
-def _shown(name: str, value: Any) -> str:
-    """The value in short; not at all where it may be a secret."""
-    return "not as expected" if name in _SECRET else reprlib.repr(value)
-
-
-def _explain(error: msgspec.ValidationError, hint: Any) -> str:
+def _explain(error: ValueError, hint: Any) -> str:
     """The expected type, with TOML's names for lists and tables."""
     if typing.get_origin(hint) is Literal:
         return f"expected one of {', '.join(typing.get_args(hint))}"
@@ -326,20 +318,12 @@ def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> floa
     """
     if step < optimizer.warmup_steps:
         return optimizer.lr * (step + 1) / optimizer.warmup_steps
-    height = _height(step, num_steps, optimizer)
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * height
-
-
-def _height(step: int, num_steps: int, optimizer: OptimizerConfig) -> float:
-    """Where the rate is, from 1 at `lr` to 0 at `min_lr`."""
-    if optimizer.schedule == "constant":
-        return 1.0
     # The last step before the decay has the peak rate.
     last_at_peak = optimizer.warmup_steps
     if optimizer.schedule == "warmup-stable-decay":
         last_at_peak = num_steps - 1 - optimizer.decay_steps
     done = (step - last_at_peak) / max(1, num_steps - 1 - last_at_peak)
     done = min(1.0, max(0.0, done))
-    if optimizer.schedule == "cosine":
-        return (1 + math.cos(math.pi * done)) / 2
-    return 1 - done
+    heights = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    height = heights.get(optimizer.schedule, 1 - done)  # 1 at `lr`, 0 at `min_lr`
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * height

@@ -50,39 +50,34 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # also of encodings, and of a path with a NUL
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for text in overrides:
-        override(table, text)
+    override(table, overrides)
     return table
 
 
-def override(table: dict[str, Any], text: str) -> None:
-    """Set one value of a table, given as ``section.key=value``.
+def override(table: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set values of a table, each given as ``section.key=value``.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: a text has another form.
     """
-    name, equals, value = text.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not equals or not dot or not key:
-        raise ConfigError(f"--set {name!r} is not of the form section.key=value")
-    if not text.isprintable():
-        raise ConfigError(f"--set {name!r}: the text has control characters, or is not UTF-8")
-    target = table.setdefault(section, {})
-    if not isinstance(target, dict):
-        raise ConfigError(f"`{section}` must be a table: [{section}]")
-    target[key] = _parse_value(name.strip(), value.strip())
-
-
-def _parse_value(name: str, text: str) -> Any:
-    """A TOML value; other text is a string, so that paths and names need no quotes."""
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"--set {name}: the value has too many digits, or is nested too deeply"
-        ) from error
+    for text in overrides:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        section, dot, key = name.partition(".")
+        if not equals or not dot or not key:
+            raise ConfigError(f"--set {name!r} is not of the form section.key=value")
+        if not text.isprintable():
+            raise ConfigError(f"--set {name!r}: the text has control characters, or is not UTF-8")
+        target = table.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"`{section}` must be a table: [{section}]")
+        try:
+            target[key] = parse_toml(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            target[key] = value  # so that paths and names need no quotes
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"--set {name}: the value has too many digits, or is nested too deeply"
+            ) from error
 
 
 def make_folder(folder: Path, key: str) -> None:
