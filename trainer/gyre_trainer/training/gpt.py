@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.attention import Attention, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
-from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.training.config_file import AtLeast1, NumLayers, RotaryBase
 from gyre_trainer.training.lora import Lora
 from gyre_trainer.training.losses import weighted_cross_entropy
@@ -135,8 +134,6 @@ class GPT(nn.Module):
                 `inside_documents`. Without, tokens see those of earlier documents of their row.
         """
         x_BTD = self._features(tokens_BT, positions_BT)
-        if weights_BT is None:
-            return linear_cross_entropy(self.head, x_BTD, targets_BT)
         return weighted_cross_entropy(self.head, x_BTD, targets_BT, weights_BT)
 
     def _init_weights(self, module: nn.Module) -> None:

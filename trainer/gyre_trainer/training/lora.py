@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) in a language model, by peft; all else is frozen."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from msgspec import Meta
@@ -51,7 +51,14 @@ def adapt(model: nn.Module, lora: Lora, seed: int, base: str = "") -> None:
     Raises:
         ConfigError: peft is not installed, or the model has none of the targets.
     """
-    peft = _peft()
+    # It takes seconds, and only these runs need it.
+    try:
+        import peft  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "`model.lora` needs peft, which is not installed. "
+            "Run pip install 'gyre-ml[trainer,transformers]'."
+        ) from error
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -70,15 +77,3 @@ def adapt(model: nn.Module, lora: Lora, seed: int, base: str = "") -> None:
                 f"`model.lora`: peft takes no {named} in {own_class(model).__name__}: "
                 f"{str(error).splitlines()[0]}; name layers in `model.lora.targets`"
             ) from error
-
-
-def _peft() -> Any:
-    # It takes seconds, and only these runs need it.
-    try:
-        import peft  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            "`model.lora` needs peft, which is not installed. "
-            "Run pip install 'gyre-ml[trainer,transformers]'."
-        ) from error
-    return peft

@@ -8,6 +8,7 @@ Dims: B batch, T time, D features, V vocabulary, K targets that count.
 """
 
 import logging
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,11 @@ _NUM_PARTS = 16
 
 
 def weighted_cross_entropy(
-    head: nn.Linear, x_BTD: Tensor, targets_BT: Tensor, weights_BT: Tensor, **transform: Any
+    head: nn.Linear,
+    x_BTD: Tensor,
+    targets_BT: Tensor,
+    weights_BT: Tensor | None,
+    **transform: Any,
 ) -> Tensor:
     """The weighted mean cross-entropy, in nats: a scalar. The logits never exist as a whole.
 
@@ -34,9 +39,11 @@ def weighted_cross_entropy(
         x_BTD: its input.
         targets_BT: integers in [0, V).
         weights_BT: of each target, such as a mask of 0 and 1; not all are 0. They are counted, so
-            in the host's memory nothing waits for a device.
+            in the host's memory nothing waits for a device. None for equal weights.
         transform: `scale` and `soft_cap` of the logits, as `linear_cross_entropy` takes them.
     """
+    if weights_BT is None:
+        return linear_cross_entropy(head, x_BTD, targets_BT, **transform)
     x_KD, targets_K, weights_K = x_BTD.flatten(0, -2), targets_BT.flatten(), weights_BT.flatten()
     places_K = places_of_counted(weights_K)
     if len(places_K) < len(weights_K):
@@ -93,8 +100,6 @@ class LibraryLoss:
     def __init__(self, model: nn.Module) -> None:
         self._library = LibraryModel(model)
         self._model = model
-        taken = self._library.arguments
-        self._takes_mask, self._takes_cache = "attention_mask" in taken, "use_cache" in taken
         self._apart: dict[int, bool] = {}
 
     def __call__(
@@ -107,14 +112,8 @@ class LibraryLoss:
         """As `GPT.loss`; packed documents do not see each other where the model can do that."""
         if positions_BT is not None and not self.keeps_apart(len(tokens_BT)):
             positions_BT = None
-        inputs = self._inputs(tokens_BT, positions_BT)
-
-        def compute(head: nn.Linear, x_BTD: Tensor, **transform: Any) -> Tensor:
-            if weights_BT is None:
-                return linear_cross_entropy(head, x_BTD, targets_BT, **transform)
-            return weighted_cross_entropy(head, x_BTD, targets_BT, weights_BT, **transform)
-
-        return self._library.loss(inputs, compute)
+        compute = partial(weighted_cross_entropy, targets_BT=targets_BT, weights_BT=weights_BT)
+        return self._library.loss(self._inputs(tokens_BT, positions_BT), compute)
 
     def _inputs(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> dict[str, Any]:
         """The model's inputs.
@@ -126,9 +125,9 @@ class LibraryLoss:
         more: dict[str, Any] = {"input_ids": tokens_BT}
         if positions_BT is not None:
             more["position_ids"] = positions_BT
-        elif self._takes_mask:
+        elif "attention_mask" in self._library.arguments:
             more["attention_mask"] = torch.ones_like(tokens_BT)
-        if self._takes_cache:
+        if "use_cache" in self._library.arguments:
             more["use_cache"] = False
         return more
 

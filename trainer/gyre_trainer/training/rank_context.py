@@ -132,7 +132,10 @@ def open_loader(
     An evaluation is a job of its own: it may read the dataset that is trained on. Batches are in
     the host's memory, so that checks of them do not wait for a device.
     """
-    data = config.data
+    data, out = config.data, Path(config.run.out).absolute()
+    of_what = ":evaluation" if is_evaluation else ""
+    identity = f"{socket.gethostname()}:{out}:{dataset}:{seed}{of_what}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
     return Loader(
         dataset,
         batch_size=data.batch_size,
@@ -142,23 +145,11 @@ def open_loader(
         address=data.address or None,
         tail=data.tail,
         order=order,
-        job=job_name(config.run.out, dataset, seed, is_evaluation=is_evaluation),
+        # of a resumed run that of the run before, so the daemon ends what is left of its sessions
+        job=f"{out.name}-{digest}",
         prefetch_batches=data.prefetch_batches,
         format=data.format or None,
         options=data.options or None,
         skip_steps=None if is_evaluation else data.skip_steps,
         weights=None if is_evaluation else data.weights or None,
     )
-
-
-def job_name(out: str, dataset: str, seed: int, *, is_evaluation: bool = False) -> str:
-    """The job name for the daemon: the run directory's name, and a digest that sets it apart.
-
-    A resumed run has the name of the run before, so that the daemon ends what is left of its
-    sessions.
-    """
-    path = Path(out).absolute()
-    identity = f"{socket.gethostname()}:{path}:{dataset}:{seed}"
-    if is_evaluation:
-        identity += ":evaluation"
-    return f"{path.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

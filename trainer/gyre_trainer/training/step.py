@@ -59,10 +59,6 @@ class Stepper:
         self.model.zero_grad()
         return torch.stack(sums).sum()
 
-    def loss_sum(self, examples: Examples) -> Tensor:
-        """As the function of this name."""
-        return loss_sum(self.model, self.loss, examples)
-
     def _postponed_averaging(self) -> AbstractContextManager[object]:
         """A context in which replicated gradients are not averaged; the last backward does it.
 
@@ -77,10 +73,10 @@ class Stepper:
             The part's loss, summed over its targets.
         """
         with self._phase("forward"):
-            loss_sum = self.loss_sum(part)
+            loss = loss_sum(self.model, self.loss, part)
         with self._phase("backward"):
-            (loss_sum * weight).backward()  # type: ignore[no-untyped-call]
-        return loss_sum.detach()
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 def loss_sum(model: nn.Module, loss: Loss, examples: Examples) -> Tensor:
