@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.errors import CheckpointRejected
-from gyre_trainer.training.manifest import damage
-from gyre_trainer.training.run_checkpoints import SafePlanner, SafeReader
+from gyre_trainer.training.run_checkpoints import SafePlanner, SafeReader, damage
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter

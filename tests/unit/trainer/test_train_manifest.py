@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gyre_trainer.training.config import DataConfig
-from gyre_trainer.training.manifest import data_of
+from gyre_trainer.training.run_checkpoints import data_of
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,15 @@ def evaluate(options: argparse.Namespace) -> int:
         raise ConfigError(
             "`eval.dataset` is not set. Name the dataset to evaluate on: --set eval.dataset=NAME"
         )
-    from gyre_trainer.training import evaluation, manifest, run_checkpoints
+    from gyre_trainer.training import evaluation, run_checkpoints
 
     weights: Path = options.weights or run_checkpoints.latest(
         Path(config.run.out) / "checkpoints", "name weights with --weights"
     )
     if not weights.is_dir():
         raise ConfigError(f"--weights {weights} is no folder")
-    if (weights / manifest.NAME).exists():
-        manifest.read(weights, config.model)
+    if (weights / run_checkpoints.MANIFEST).exists():
+        run_checkpoints.read_manifest(weights, config.model)
     config = evaluation.on_any_ranks(config, num_ranks)
     return on_ranks(num_ranks, partial(evaluation.evaluate, config, weights, as_json=options.json))
 
@@ -77,9 +77,10 @@ def export(options: argparse.Namespace) -> int:
     from gyre_trainer.training import export as exported
 
     num_ranks = _num_ranks(options)
-    config = exported.config_of(options.run, num_ranks)
+    checkpoint = exported.checkpoint_of(options.run)
+    config = exported.config_of(checkpoint, num_ranks)
     make_folder(options.out, "DIR")
-    work = partial(exported.export, config, options.run, options.out, options.dtype)
+    work = partial(exported.export, config, checkpoint, options.out, options.dtype)
     return on_ranks(num_ranks, work)
 
 
@@ -152,7 +153,7 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
         return None
     if options.resume == "":
         raise ConfigError("--resume is empty; name a checkpoint directory, or write --resume alone")
-    from gyre_trainer.training import manifest, run_checkpoints
+    from gyre_trainer.training import run_checkpoints
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:
@@ -168,5 +169,5 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
                 "them. Continue theirs by --resume alone, or choose another `run.out`"
             )
     if path:
-        manifest.read(path, config.model, config.optimizer)
+        run_checkpoints.read_manifest(path, config.model, config.optimizer)
     return path

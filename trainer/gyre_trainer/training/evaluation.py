@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training import manifest
 from gyre_trainer.training.build import build_model, loss_of, restored
 from gyre_trainer.training.collate import collate
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.losses import Loss
 from gyre_trainer.training.rank_context import RankContext, join_job, open_loader, require_one_place
 from gyre_trainer.training.recorder import log_to
+from gyre_trainer.training.run_checkpoints import MANIFEST
 from gyre_trainer.training.step import loss_sum
 
 
@@ -41,7 +41,7 @@ def evaluate(config: TrainConfig, weights: Path, *, as_json: bool) -> None:
     with join_job(config.run) as context:
         log_to(Path(config.run.out), context.rank)
         step = None
-        if (weights / manifest.NAME).exists():
+        if (weights / MANIFEST).exists():
             model, step = restored(config, context, weights)
         else:
             model = build_model(config, context, weights)

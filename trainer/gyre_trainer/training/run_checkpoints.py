@@ -23,17 +23,22 @@ reads the others as `torch.load(weights_only=True)` does, and torch itself reads
 
 import collections
 import io
+import json
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PosixPath
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+from gyre_client.transport.arguments import is_location
+from msgspec import Meta
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -62,11 +67,9 @@ from torch.futures import Future
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.optimizers.shard import keep_saved_states
-from gyre_trainer.shards.tensor_files import open_regular
-from gyre_trainer.training import manifest
-from gyre_trainer.training.config import ModelConfig, TrainConfig
-from gyre_trainer.training.config_file import require_regular
-from gyre_trainer.training.manifest import Files, Manifest
+from gyre_trainer.shards.tensor_files import open_regular, read_regular
+from gyre_trainer.training.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from gyre_trainer.training.config_file import AtLeast0, AtLeast1, require_regular
 
 _CLASSES = (
     _MEM_FORMAT_ENCODING,
@@ -139,10 +142,6 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def names(self) -> list[str]:
-        """Of all tensors and values."""
-        return list(self.read_metadata().state_dict_metadata)
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the tensors of a plan.
 
@@ -204,9 +203,154 @@ def _require_sizes(*sizes: Any) -> None:
             raise ValueError(f"{each!r} are no sizes")
 
 
+FORMAT = 2
+MANIFEST = "checkpoint.json"
+_CHUNK_BYTES = 2**22
+
+# Keys of models that earlier checkpoints lack, with their meaning.
+_LATER_KEYS = {"inside_documents": False}
+
+Files = Mapping[str, tuple[int, int]]
+"""Of each file, by its name: the bytes that it has, and their CRC-32."""
+
 _LATEST = "latest"
 _NAME = re.compile(r"step-[0-9]{8,}")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The keys of `checkpoint.json`: the model, where the run resumes, and all files.
+
+    Attributes:
+        step: the step that the run resumes at.
+        world_size: the number of ranks that wrote it.
+        model: the keys of the configuration of the model.
+        optimizer: as `OptimizerConfig.kind` names it.
+        loader: the loader's state; as JSON in base64.
+        files: the other files of the directory.
+        data: arguments of `gyre rewind` for the data; see `data_of`.
+    """
+
+    step: AtLeast0
+    world_size: AtLeast1
+    model: dict[str, Any]
+    loader: dict[str, bytes]
+    files: dict[Annotated[str, Meta(pattern=r"\A[\w.]+\Z")], tuple[Annotated[int, Meta(ge=0)], int]]
+    data: dict[str, str] = field(default_factory=dict)
+    optimizer: str = "adamw"  # all that earlier versions had
+    format: int = FORMAT
+
+
+def data_of(data: DataConfig) -> dict[str, str]:
+    """The dataset, its format and its options, the latter as JSON.
+
+    A path is absolute. The table `storage` is left out, since it may hold credentials.
+    """
+    place = data.dataset
+    if is_location(place, data.format or None) and "://" not in place:
+        place = str(Path(place).expanduser().absolute())
+    options = {key: value for key, value in data.options.items() if key != "storage"}
+    return {"dataset": place, "format": data.format, "options": json.dumps(options, default=str)}
+
+
+def read_manifest(
+    path: Path, model_config: ModelConfig, optimizer: OptimizerConfig | None = None
+) -> Manifest:
+    """The manifest of the checkpoint directory ``path``.
+
+    Args:
+        path: of the checkpoint.
+        model_config: of the model that takes its values.
+        optimizer: of the run that goes on from there; None where only weights are read.
+
+    Raises:
+        CheckpointRejected: it is not a checkpoint, or has another format, model or optimizer, or is
+            damaged; the message names the difference, or names the key.
+    """
+    manifest = parse_manifest(path)
+    wanted = json.loads(json.dumps(asdict(model_config)))
+    later = {key: value for key, value in _LATER_KEYS.items() if key in wanted}
+    saved = later | manifest.model
+    differences = [
+        f"{key} is {saved.get(key)!r:.40} there and {wanted.get(key)!r} here"
+        for key in sorted(saved.keys() | wanted.keys())
+        if saved.get(key) != wanted.get(key) or type(saved.get(key)) is not type(wanted.get(key))
+    ]
+    if differences:
+        raise CheckpointRejected(f"checkpoint {path} is of another model: {', '.join(differences)}")
+    if optimizer is not None and optimizer.kind != manifest.optimizer:
+        raise CheckpointRejected(
+            f"checkpoint {path} has states of {manifest.optimizer!r:.40}, but `optimizer.name` "
+            f"says {optimizer.kind}. Resume with the same one, or begin with --init-from and the "
+            "exported weights."
+        )
+    if not manifest.loader.get("cursor"):
+        raise _rejection(path / MANIFEST, "`loader` has no `cursor`, the place in the data")
+    if ".metadata" not in manifest.files:
+        raise _rejection(path / MANIFEST, "`files` has no `.metadata`")
+    return manifest
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint directory ``path``, of any model.
+
+    Raises:
+        CheckpointRejected: it is not a checkpoint, or has another format, or is damaged.
+    """
+    try:
+        table = json.loads(read_regular(path / MANIFEST))
+        written = table["format"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        raise CheckpointRejected(
+            f"{path} is not a checkpoint: it has no readable {MANIFEST}"
+        ) from None
+    if written != FORMAT:
+        raise CheckpointRejected(
+            f"checkpoint {path} has format {written!r:.40}, but this version reads format {FORMAT}"
+        )
+    try:
+        manifest = msgspec.convert(table, Manifest)
+    except msgspec.ValidationError as error:
+        raise _rejection(path / MANIFEST, str(error)) from None
+    manifest.model.pop("objective", None)  # a key of earlier versions
+    return manifest
+
+
+def damage(path: Path, files: Files) -> str:
+    """The fault of the first damaged one of ``files`` in the directory ``path``, or ""."""
+    for name, (size, crc) in files.items():
+        try:
+            there, found = _measured(path / name, size)
+            if there != size:
+                return f"the file {name} has {there} bytes instead of {size}"
+        except FileNotFoundError:
+            return f"the file {name} is missing"
+        except OSError as error:
+            return f"the file {name} cannot be read: {error.strerror}"
+        if found != crc:
+            return f"the file {name} is damaged: its CRC-32 is {found:08x} instead of {crc:08x}"
+    return ""
+
+
+def _rejection(path: Path, why: str) -> CheckpointRejected:
+    """The error for a checkpoint that cannot be loaded."""
+    return CheckpointRejected(
+        f"checkpoint {path} cannot be read: {why}; resume from another one with --resume CHECKPOINT"
+    )
+
+
+def _measured(path: Path, expected: int | None = None) -> tuple[int, int]:
+    """The size and the CRC-32; a file of another size than the expected one is not read."""
+    size = crc = 0
+    with open_regular(path) as file:
+        there = os.fstat(file.fileno()).st_size
+        if expected not in (None, there):
+            return there, 0
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +391,9 @@ class Checkpoints:
                 world_size=dist.get_world_size(),
                 model=asdict(self._config.model),
                 optimizer=self._config.optimizer.kind,
-                loader=manifest.encoded(state.loader.state_dict()),
+                loader=state.loader.state_dict(),
                 files=_described(unfinished),
-                data=manifest.data_of(self._config.data),
+                data=data_of(self._config.data),
             )
             _on_first_rank(lambda: self._publish(unfinished, name, written))
         except (OSError, CheckpointException) as error:
@@ -270,14 +414,15 @@ class Checkpoints:
             CheckpointRejected: it is not a checkpoint, is incomplete, or has another format or
                 model; the message names the difference.
         """
-        saved = manifest.read(path, self._config.model, self._config.optimizer)
+        saved = read_manifest(path, self._config.model, self._config.optimizer)
         _require_whole(path, saved.files)
         given = [
             {name: group[name] for name in each.defaults}
             for each in state.optimizers
             for group in each.param_groups
         ]
-        keep_saved_states(state.model, state.optimizers, SafeReader(path).names())
+        names = SafeReader(path).read_metadata().state_dict_metadata
+        keep_saved_states(state.model, state.optimizers, names)
         model, optimizer = get_state_dict(state.model, state.optimizers, options=_OPTIONS)
         try:
             _load({"model": model, "optimizer": optimizer}, path)
@@ -299,14 +444,15 @@ class Checkpoints:
         groups = (group for each in state.optimizers for group in each.param_groups)
         for group, options in zip(groups, given, strict=True):
             group.update(options)
-        state.loader.load_state_dict(saved.loader_state())
+        state.loader.load_state_dict(saved.loader)
         if path.absolute().parent == self._folder.absolute():
             _on_first_rank(lambda: _write_pointer(self._folder / _LATEST, path.name))
         return saved.step
 
     def _publish(self, unfinished: Path, name: str, written: Manifest) -> None:
-        written.write(unfinished / manifest.NAME)
-        _fsync(unfinished / manifest.NAME)
+        text = msgspec.json.format(msgspec.json.encode(written), indent=1)
+        (unfinished / MANIFEST).write_bytes(text + b"\n")
+        _fsync(unfinished / MANIFEST)
         _fsync(unfinished)
         complete = self._folder / name
         _remove(complete)  # left by a run that was resumed from an earlier step
@@ -328,7 +474,7 @@ def load_model(model: torch.nn.Module, path: Path, model_config: ModelConfig) ->
     Raises:
         CheckpointRejected: as `Checkpoints.load`.
     """
-    saved = manifest.read(path, model_config)
+    saved = read_manifest(path, model_config)
     _require_whole(path, saved.files)
     state = get_model_state_dict(model)
     _load({"model": state}, path)
@@ -340,7 +486,7 @@ def _load(state: dict[str, Any], path: Path) -> None:
     try:
         load(state, storage_reader=SafeReader(path), planner=SafePlanner())
     except CheckpointException as error:
-        raise manifest.rejection(path, _cause(error)) from error
+        raise _rejection(path, _cause(error)) from error
 
 
 def exists(folder: Path) -> bool:
@@ -381,42 +527,36 @@ def _described(folder: Path) -> dict[str, tuple[int, int]]:
     own = [*folder.glob(f"__{dist.get_rank()}_*")]
     if dist.get_rank() == 0:
         own.append(folder / ".metadata")
-    here: Files | OSError
-    try:
-        here = manifest.describe(own)
-    except OSError as error:
-        here = error
-    everyone = [here] * dist.get_world_size()
-    dist.all_gather_object(everyone, here)
-    files: dict[str, tuple[int, int]] = {}
-    for each in everyone:
-        if isinstance(each, OSError):
-            raise each
-        files.update(each)
-    return files
+    everyone = _on_all_ranks(lambda: {path.name: _measured(path) for path in own})
+    return {name: each for files in everyone for name, each in files.items()}
 
 
 def _require_whole(path: Path, files: Files) -> None:
     """Refuse a checkpoint with a damaged file, on every rank; the ranks share the files."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = dict([*sorted(files.items())][rank::size])
-    everyone = [""] * size
-    dist.all_gather_object(everyone, manifest.damage(path, own))
+    own = dict([*sorted(files.items())][dist.get_rank() :: dist.get_world_size()])
+    everyone = _on_all_ranks(lambda: damage(path, own))
     if damage := next(filter(None, everyone), ""):
-        raise manifest.rejection(path, damage)
+        raise _rejection(path, damage)
 
 
 def _on_first_rank(act: Callable[[], None]) -> None:
     """Call ``act`` on rank 0; the other ranks return after it, and fail if it failed."""
-    failure: list[BaseException | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            act()
-        except OSError as error:
-            failure[0] = error
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+    _on_all_ranks(lambda: act() if dist.get_rank() == 0 else None)
+
+
+def _on_all_ranks(act: Callable[[], Result]) -> list[Result]:
+    """What ``act`` returns on each rank; all ranks fail if one failed."""
+    here: Result | OSError
+    try:
+        here = act()
+    except OSError as error:
+        here = error
+    everyone: list[Any] = [here] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    for each in everyone:
+        if isinstance(each, OSError):
+            raise each
+    return everyone
 
 
 def _cause(error: BaseException) -> str:
