@@ -65,7 +65,7 @@ class Plain:
     def loss(self) -> Tensor:
         """The mean loss of all targets."""
         batch = {"tokens": self.rows, "sample_id": torch.arange(NUM_ROWS)}
-        examples = collate(batch, self.config)
+        examples = collate(batch, self.config, self.config.model.vocab_size)
         targets = examples.targets
         if examples.counts is not None:
             targets = targets.masked_fill(~examples.counts, -100)

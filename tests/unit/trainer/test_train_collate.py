@@ -3,7 +3,8 @@ import torch
 from gyre_client.errors import InvalidRequest
 from gyre_client.integrations.micro_batches import next_tokens
 from gyre_trainer.errors import DataRejected
-from gyre_trainer.training.collate import collate
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.collate import collate as collate_batch
 from gyre_trainer.training.config import TrainConfig, build
 from torch import Tensor
 
@@ -29,6 +30,10 @@ def config(*, inside_documents: bool = False, field: str = "tokens") -> TrainCon
 
 
 TOKENS = config()
+
+
+def collate(batch: dict[str, Tensor], of: TrainConfig) -> Examples:
+    return collate_batch(batch, of, 257)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64])

@@ -60,8 +60,13 @@ class Examples:
         return [getattr(self, each.name) for each in fields(self)]
 
 
-def collate(batch: Mapping[str, Tensor], config: TrainConfig) -> Examples:
+def collate(batch: Mapping[str, Tensor], config: TrainConfig, vocab_size: int) -> Examples:
     """The examples of a batch.
+
+    Args:
+        batch: in the host's memory.
+        config: of the run.
+        vocab_size: of its model, whose configuration takes time to tell it.
 
     Raises:
         DataRejected: the batch has no such field, a sample has another length, or a token is
@@ -95,17 +100,19 @@ def collate(batch: Mapping[str, Tensor], config: TrainConfig) -> Examples:
     # The loader has converted unsigned ids to int64 already, so this copies only signed ones.
     rows = tokens.long()
     smallest, largest = int(rows.min()), int(rows.max())
-    if smallest < 0 or largest >= config.model.vocab_size:
+    if smallest < 0 or largest >= vocab_size:
         raise DataRejected(
             f"token {smallest if smallest < 0 else largest} of {data.dataset!r} is outside the "
-            f"vocabulary; `model.vocab_size` is {config.model.vocab_size}"
+            f"vocabulary; `model.vocab_size` is {vocab_size}"
         )
-    counts = None if is_target is None else is_target[:, 1:].bool()
-    if counts is not None and not torch.equal(counts.to(is_target.dtype), is_target[:, 1:]):
-        raise DataRejected(
-            f"`loss_mask` of {data.dataset!r} has other values than 0 and 1, and targets "
-            "have no weights. Store true for those that count"
-        )
+    counts: Tensor | None = None
+    if is_target is not None:
+        counts = is_target[:, 1:].bool()
+        if not torch.equal(counts.to(is_target.dtype), is_target[:, 1:]):
+            raise DataRejected(
+                f"`loss_mask` of {data.dataset!r} has other values than 0 and 1, and targets "
+                "have no weights. Store true for those that count"
+            )
     if "mask" in batch:  # the other rows only fill up the last batch of an epoch
         is_sample = batch["mask"][:, None].expand_as(rows[:, 1:])
         counts = is_sample if counts is None else is_sample & counts

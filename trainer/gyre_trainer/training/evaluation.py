@@ -51,7 +51,9 @@ def evaluate(config: TrainConfig, weights: Path, *, as_json: bool) -> None:
         ) as loader:
             require_one_place(loader.state_dict()["cursor"])
             began_s = time.monotonic()
-            loss, num_tokens, num_samples = _mean(model, loss_of(model), loader, config)
+            loss, num_tokens, num_samples = _mean(
+                model, loss_of(model), loader, config, config.model.vocab_size
+            )
             elapsed_s = time.monotonic() - began_s
         if context.rank > 0:
             return
@@ -91,21 +93,27 @@ def on_any_ranks(config: TrainConfig, num_ranks: int) -> TrainConfig:
     )
 
 
-def loss_on_first(config: TrainConfig, context: RankContext, model: nn.Module, loss: Loss) -> float:
+def loss_on_first(
+    config: TrainConfig, context: RankContext, model: nn.Module, loss: Loss, vocab_size: int
+) -> float:
     """The mean loss on the first batches of the evaluation's order; collective."""
     settings = config.eval
     with open_loader(
         config, context, settings.dataset, settings.seed, is_evaluation=True
     ) as loader:
         model.eval()
-        mean, *_ = _mean(model, loss, islice(loader, settings.batches), config)
+        mean, *_ = _mean(model, loss, islice(loader, settings.batches), config, vocab_size)
         model.train()
         return mean
 
 
 @torch.no_grad()
 def _mean(
-    model: nn.Module, loss: Loss, batches: Iterable[Mapping[str, Tensor]], config: TrainConfig
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Mapping[str, Tensor]],
+    config: TrainConfig,
+    vocab_size: int,
 ) -> tuple[float, int, int]:
     """The mean loss over all ranks' targets, their number, and that of samples.
 
@@ -120,7 +128,7 @@ def _mean(
     for batch in batches:
         is_sample = batch.get("mask")
         total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
-        for part in collate(batch, config).split(config.optimizer.accumulation_steps):
+        for part in collate(batch, config, vocab_size).split(config.optimizer.accumulation_steps):
             total[0] += float(loss_sum(model, loss, part))
             total[1] += part.num_targets()
     if has_router_loss:

@@ -79,6 +79,7 @@ class Training:
         self._loader = loader
         self._stepper = Stepper(build_model(config, context, weights), config)
         self._checkpoints = Checkpoints(config)
+        self._vocab_size = config.model.vocab_size
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
         self._step_began_s = 0.0  # of the step that runs now
@@ -118,7 +119,7 @@ class Training:
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s
-        examples = collate(batch, self._config)
+        examples = collate(batch, self._config, self._vocab_size)
         _seed(self._config.run.seed, self.step, self._context.rank)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
@@ -154,7 +155,8 @@ class Training:
         if evaluates or saves or records:
             self._record()
         if evaluates:
-            loss = loss_on_first(config, self._context, self._stepper.model, self._stepper.loss)
+            stepper, context = self._stepper, self._context
+            loss = loss_on_first(config, context, stepper.model, stepper.loss, self._vocab_size)
             if self._recorder:
                 self._recorder.add_evaluation(self.step, loss)
         if saves:
