@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from gyre_trainer.errors import CheckpointRejected, RotationError
 from gyre_trainer.layers.quantized import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
-from gyre_trainer.shards.initialisation import allocate
+from gyre_trainer.shards.initialisation import adapters_of, allocate, begin_adapters
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.shards.stored_weights import (
     Files,
@@ -218,7 +218,9 @@ def load(
 
     Afterwards every parameter and persistent buffer has the values of the files, cast to its dtype.
     On `meta`, it is given memory first, and other buffers are computed by their constructors.
-    From a folder with adapters of peft, a model with adapters takes these alone.
+    From a folder with adapters of peft, a model with adapters takes these alone. From another one
+    it takes the weights below them, and adapters without a value, which were on `meta`, begin as
+    peft begins them; torch's generator draws their values, so seed it alike on all ranks.
 
     Args:
         model: rotated or not.
@@ -241,9 +243,13 @@ def load(
     if is_adapted(model) and has_adapters(Path(path)):
         load_adapters(model, Path(path))
         return IncompatibleKeys([], [])
-    state = model.state_dict(keep_vars=True)
-    has_no_value = {name for name, each in state.items() if _has_no_value(each)}
+    base: nn.Module = model.get_base_model() if _is_peft_model(model) else model  # type: ignore[operator]
+    has_no_value = {name for name, each in _state(base).items() if _has_no_value(each)}
+    begins = any(map(_has_no_value, _adapters(base)))
     allocate(model, torch.device(device))
+    if begins:
+        begin_adapters(base)
+    model = base
     with agreed("loading weights"):
         stored = _of_model(model, _stored_tensors(Path(path)), key_mapping, path)
         targets = _targets(model)
@@ -304,7 +310,21 @@ def _targets(model: nn.Module) -> list[Target]:
                 f"{path} has quantized weights, which no file of the library's layout holds. Load "
                 "before quantize_frozen, and save adapters by peft's save_pretrained."
             )
-    return targets_of(model.state_dict(keep_vars=True))
+    return targets_of(_state(model))
+
+
+def _adapters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of adapters of layers."""
+    modules = [adapter for module in model.modules() for adapter in adapters_of(module)]
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """What the files of a model have, by its names there: peft puts layers into others."""
+    adapters = {id(each) for each in _adapters(model)}
+    state = model.state_dict(keep_vars=True)
+    own = {name: each for name, each in state.items() if id(each) not in adapters}
+    return {name.replace(".base_layer.", "."): each for name, each in own.items()}
 
 
 def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -351,7 +371,7 @@ def _of_model(
         stored = {_mapped(key, mapping): each for key, each in stored.items()}
     # of the oldest files, such as those of the first BERT: gamma and beta of norms
     older: Any = getattr(model, "_fix_state_dict_key_on_load", lambda key: (key, False))
-    known = model.state_dict(keep_vars=True)
+    known = _state(model)
     prefix = getattr(model, "base_model_prefix", "") or ""
     return {_with_prefix(older(key)[0], prefix, known): each for key, each in stored.items()}
 
@@ -389,7 +409,7 @@ def _converted(
     Raises:
         CheckpointRejected: it makes some of values that are not read, or files lack some.
     """
-    loading, known = library.loading, model.state_dict(keep_vars=True)
+    loading, known = library.loading, _state(model)
     conversions = library.mapping.get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]

@@ -57,10 +57,10 @@ from gyre_trainer.rotation.rotated_module import (
     wrap,
 )
 from gyre_trainer.rotation.rule import RotationPolicy, Rule
-from gyre_trainer.shards.initialisation import materialize
+from gyre_trainer.shards.initialisation import adapters_of, materialize
 from gyre_trainer.shards.sharded_parameters import support_dtensors
 from gyre_trainer.torch_internals import gradient_hooks_of
-from gyre_trainer.whole.adapters import adapters_of, notice_later_adapters
+from gyre_trainer.whole.adapters import refuse_later_adapters
 from gyre_trainer.whole.replicated import (
     MIN_READ_NUMEL,
     ReadRule,
@@ -86,7 +86,7 @@ def quantize_frozen(
     the model with ``find_blocks=False``; a warning names blocks that were left out.
 
     Args:
-        model: rotated, with values, and with frozen weights. Adapters may be there or come later.
+        model: rotated, with values, and with frozen weights; its adapters are left as they are.
         to: "int8", a byte for each weight and 4 for each row, off by at most 1/254 of the largest
             weight of the row; or "nf4", half a byte and 1/16 of a byte, off by at most 0.152 of the
             largest of 64.
@@ -102,10 +102,10 @@ def quantize_frozen(
             left, or the ranks differ.
 
     Example:
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
         rotate_all(model, mesh=mesh, find_blocks=False)
         pretrained.load(model, path)
-        quantize_frozen(model.requires_grad_(False), "nf4", mesh=mesh)
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+        quantize_frozen(model, "nf4", mesh=mesh)
     """
     paths = encode_layers(model, to, keep)
     require_equal_models(model, mesh)
@@ -245,8 +245,7 @@ def rotate_all(
         find_blocks: whether attention and MLPs whose code is in the table of known blocks rotate as
             one (`gyre_trainer.layers.known_blocks`). All others, such as attention whose key/value
             heads the ranks cannot share evenly, rotate layer by layer, and the returned plan says
-            why. False lets all layers rotate one by one, which adapters that come later need, and
-            `quantize_frozen`.
+            why. False lets all layers rotate one by one, which `quantize_frozen` needs.
         min_numel: a module whose largest parameter has fewer elements is replicated, unless it has
             a rule, and so are smaller parameters that a module reads: their hops would take longer
             than their memory is worth. None for 2^18, 1 MiB in float32; 0 rotates all.
@@ -274,11 +273,7 @@ def rotate_all(
     if _checkpoints_layers(model):
         policy = replace(policy, recompute="layer")
     target = RotationTarget(mesh, policy)
-    blocks = KnownBlocks(
-        model,
-        target.num_slices,
-        experts_alone=not find_blocks,
-    )
+    blocks = KnownBlocks(model, target.num_slices, experts_alone=not find_blocks)
     walk = _Walk(
         rules or {}, target, verify, blocks, SMALL_NUMEL if min_numel is None else min_numel
     )
@@ -337,7 +332,7 @@ class _Walk:
                 self._visit_inside(path, module, keeps_whole=keeps_whole)
             else:
                 self._rotate(module, rule)
-        elif _largest_numel(module) < self._min_numel:
+        elif all(parameter.numel() < self._min_numel for parameter in module.parameters()):
             self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
         elif keeps_whole:
             self._visit_inside(path, module, keeps_whole=True)
@@ -367,12 +362,11 @@ class _Walk:
         return rule is not None
 
     def _rotate(self, module: nn.Module, rule: Rule) -> None:
-        target = self._target
-        mesh, policy = target.mesh, target.policy
-        rotate(module, mesh=mesh, policy=policy, rule=rule, verify=self._verify, independent=True)
+        _require_no_hooks(module)
+        wrap(module, rule, self._target)
+        check_at_first_calls(module, rule, self._verify)
 
     def require_all_used(self) -> None:
-        """Refuse rules that apply to no module."""
         for key in self._rules:
             if key not in self._used:
                 name = repr(key) if isinstance(key, str) else key.__name__
@@ -427,10 +421,6 @@ def _require_no_hooks(module: nn.Module) -> None:
         )
 
 
-def _largest_numel(module: nn.Module) -> int:
-    return max((parameter.numel() for parameter in module.parameters()), default=0)
-
-
 def _prepare(
     module: nn.Module, mesh: DeviceMesh, sync_from: int | None, *, independent: bool
 ) -> None:
@@ -441,7 +431,7 @@ def _prepare(
     count_alike(mesh)
     _sync(module, mesh, sync_from)
     support_dtensors()
-    notice_later_adapters()
+    refuse_later_adapters()
 
 
 def _require_new(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ from gyre_trainer.accounting.baselines import Strategy, distribute
 from gyre_trainer.accounting.step_cost import dry_run, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.initialisation import materialize
-from gyre_trainer.training.build import add_adapters, encode_frozen
+from gyre_trainer.training.build import encode_frozen
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 
@@ -23,7 +23,6 @@ def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int,
         model = distribute(settings, Strategy.GYRE, make_mesh("cpu"), CPU)
         materialize(model, seed=0)
         encode_frozen(model, settings, make_mesh("cpu"))
-        add_adapters(model, settings)
         here = rows(settings)
         cost = measure_step(model, settings, Examples(here, here, None))
         found[family] = cost.timeline.peak_bytes, cost.sent_bytes

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
+from gyre_trainer.accounting.baselines import Strategy, distribute
 from gyre_trainer.accounting.counters import Category, Counters, Timeline, tensors_in
 from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.rotate import make_mesh
@@ -286,7 +286,6 @@ def fake_model(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh) -> nn.
     allocate(model, device)
     if strategy is Strategy.GYRE:
         encode_frozen(model, config, mesh)
-        add_fake_adapters(model, config, device)
     return model
 
 

@@ -172,7 +172,7 @@ def _built(case: str, device: torch.device) -> nn.Module:
 
 
 def _adapted(model: nn.Module) -> nn.Module:
-    """The model with its adapters, if it gets some: after it was rotated."""
+    """The model with its adapters, if it gets some."""
     if isinstance(model, _LibraryLoss) and model.rank:
         adapt(model.llama.requires_grad_(False), Lora(rank=model.rank, alpha=9.0), seed=2)
         for name, parameter in model.named_parameters():
@@ -184,7 +184,7 @@ def _adapted(model: nn.Module) -> nn.Module:
 
 
 def _rotated(case: str, device: torch.device, policy: RotationPolicy) -> nn.Module:
-    model = _built(case, device)
+    model = _adapted(_built(case, device))
     is_lora = isinstance(model, _LibraryLoss) and model.rank > 0
     rotate_all(
         model,
@@ -193,7 +193,7 @@ def _rotated(case: str, device: torch.device, policy: RotationPolicy) -> nn.Modu
         min_numel=2**40 if case == "replicated" else 0,
         find_blocks=not is_lora,
     )
-    return _adapted(model)
+    return model
 
 
 def tokens_of(step: int, device: torch.device) -> Tensor:

@@ -90,11 +90,65 @@ def _fill(model: nn.Module, seed: int) -> None:
             if left.keys() & module.parameters(recurse=False):
                 inside = [targets[each] for each in module.parameters() if each not in given]
                 _take(_reset, path, module, inside, left)
+        _begin_adapters(model, targets, left)
     for target in left.values():
         raise RotationError(
             f"parameter {target.name} has no initial values; give "
             f"{_own_class(target.places[0][1]).__name__} a method reset_parameters()"
         )
+
+
+def is_adapted_layer(module: nn.Module) -> bool:
+    """Whether it is a layer of peft, around the layer that it adapts."""
+    return hasattr(module, "base_layer") and isinstance(
+        getattr(module, "adapter_layer_names", None), tuple
+    )
+
+
+def adapters_of(module: nn.Module) -> list[nn.Module]:
+    """The adapters of a layer of peft; none for any other module."""
+    layer: Any = module
+    names = layer.adapter_layer_names if is_adapted_layer(module) else ()
+    own = (getattr(layer, name, None) for name in names)
+    return [each for each in own if isinstance(each, nn.Module)]
+
+
+@torch.no_grad()
+def begin_adapters(model: nn.Module) -> None:
+    """Give the adapters of peft in a model the values that they begin with.
+
+    Torch's generator draws them on the CPU, so all ranks need the same seed.
+    """
+    targets = _targets(model)
+    with _replaced(targets.values()):
+        _begin_adapters(model, targets, dict(targets))
+    note_rewritten(model.parameters())
+
+
+def _begin_adapters(
+    model: nn.Module,
+    targets: Mapping[nn.Parameter, _Target],
+    left: dict[nn.Parameter, _Target],
+) -> None:
+    """Take this rank's shards of what peft begins adapters with."""
+    configs = (getattr(each, "peft_config", None) for each in model.modules())
+    settings: Mapping[str, Any] = next(filter(None, configs), {})
+    for path, module in model.named_modules():
+        own = [targets[p] for each in adapters_of(module) for p in each.parameters()]
+        if own:
+            _take(partial(_begin, settings), path, module, own, left)
+
+
+def _begin(settings: Mapping[str, Any], layer: Any) -> None:
+    """Set the adapters of a layer as peft does when it makes them."""
+    for adapter in adapters_of(layer):
+        for each in adapter.modules():
+            _reset(each)
+    for name, each in settings.items():
+        if hasattr(layer, "reset_lora_parameters"):
+            layer.reset_lora_parameters(name, each.init_lora_weights)
+        else:
+            layer.reset_ia3_parameters(name)
 
 
 def _reset(module: nn.Module) -> None:
@@ -164,7 +218,8 @@ def _calls(
     """
     init = getattr(module, "_init_weights", init)
     for name, child in module.named_children():
-        yield from _calls(f"{path}.{name}".removeprefix("."), child, init, seen)
+        if child not in adapters_of(module):
+            yield from _calls(f"{path}.{name}".removeprefix("."), child, init, seen)
     if seen is None or module not in seen:
         if seen is not None:
             seen.add(module)

@@ -67,12 +67,12 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 def rotated(config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     """The model, rotated before it exists, so that no rank ever holds more than its own shards.
 
-    Its parameters have no values until `materialize`. It has no adapters yet, and where it will
-    have some, it rotates layer by layer: an adapter takes the place of a layer inside a block.
+    Its parameters, and those of its adapters, have no values until `materialize`.
     """
     with torch.device("meta"):
         model = plain(config.model)
         set_resting_dtype(model, config)
+        add_adapters(model, config)
     dtypes = config.precision
     policy = RotationPolicy(
         compute_dtype=getattr(torch, dtypes.compute_dtype),
@@ -111,11 +111,12 @@ def build_model(
     if of_model:
         # A folder may have more than the model, such as the second head of BERT's pretraining. What
         # it lacks has no value yet, so it is refused.
-        pretrained.load(model, of_model, strict=False, device=context.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.run.seed)
+            pretrained.load(model, of_model, strict=False, device=context.device)
     else:
         materialize(model, seed=config.run.seed, device=context.device)
     encode_frozen(model, config, context.mesh)
-    add_adapters(model, config)
     if of_adapters:
         pretrained.load_adapters(model, of_adapters)
     return model
@@ -132,7 +133,6 @@ def restored(config: TrainConfig, context: RankContext, path: Path) -> tuple[nn.
     for parameter in model.parameters():
         local_of(parameter).detach().zero_()  # its old bytes may be no number to encode
     encode_frozen(model, config, context.mesh)
-    add_adapters(model, config)
     return model, run_checkpoints.load_model(model, path, config.model)
 
 
@@ -160,7 +160,7 @@ def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> No
     """Encode the linear layers of a rotated model as the configuration says; all but the head.
 
     Args:
-        model: with values, and without adapters.
+        model: with values, and with its adapters.
         config: of the run.
         mesh: the mesh of the model.
 
@@ -173,7 +173,7 @@ def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> No
     head = model.get_output_embeddings()  # type: ignore[operator]
     heads = [path.rpartition(".")[2] for path, each in model.named_modules() if each is head]
     try:
-        quantize_frozen(model.requires_grad_(False), to, mesh=mesh, keep=heads)
+        quantize_frozen(model, to, mesh=mesh, keep=heads)
     except RotationError as error:
         raise ConfigError(f"`model.lora.frozen` is {to}, but {error}; leave it out") from error
 

@@ -1,12 +1,12 @@
 """Adapters that peft adds to a model's layers: LoRA and (IA)3, whole on every rank.
 
-An adapted layer has the layer itself as `base_layer`, which rotates, and names the modules with its
-own parameters in `adapter_layer_names`. Adapters are small: a hop for each would cost more time
-than their memory is worth. Where nothing else is trained they stay plain tensors, as peft saves
-them. Other methods of peft compute with weights of the layer, which no rank has whole.
+They come before rotating. An adapted layer has the layer itself as `base_layer`, which rotates.
+Adapters are small: a hop for each would cost more time than their memory is worth. Where nothing
+else is trained they stay plain tensors, as peft saves them. Other methods of peft compute with
+weights of the layer, which no rank has whole.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -14,41 +14,45 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import own_class
-from gyre_trainer.torch_internals import child_of
+from gyre_trainer.rotation.rotated_module import ShardedModule, own_class
+from gyre_trainer.shards.initialisation import adapters_of
 
-BASE_LAYER = "base_layer"
-# Modules of peft hold the module that they wrap under one of these names.
-_AROUND = frozenset((BASE_LAYER, "original_module", "base_model", "model"))
 _KNOWN = ("peft.tuners.lora.", "peft.tuners.ia3.")  # their forwards call the layer below
 _BEGIN_WITHOUT_WEIGHTS = frozenset(("gaussian", "eva", "orthogonal"))
-_is_noticing = False
 
 
-def adapters_of(module: nn.Module) -> list[nn.Module]:
-    """The adapters of an adapted layer; none for any other module.
+def plain_adapters(model: nn.Module) -> set[nn.Parameter]:
+    """The adapters' parameters, where they are plain tensors and all that is trained.
+
+    An optimizer does not take plain tensors and DTensors together. From now on adapters are not
+    merged into their layers.
 
     Raises:
-        RotationError: its adapters read the layer's weights.
+        RotationError: adapters read the weights of a layer.
     """
-    if not is_adapted_layer(module):
-        return []
-    layer: Any = module
+    adapters = set[nn.Parameter]()
+    for module in model.modules():
+        own = adapters_of(module)
+        if own:
+            _require_whole(module)
+        adapters.update(parameter for each in own for parameter in each.parameters())
+    others = {p for p in model.parameters() if p.requires_grad} - adapters
+    if others or any(isinstance(each, DTensor) for each in adapters):
+        return set()
+    return adapters
+
+
+def _require_whole(module: nn.Module) -> None:
+    """Refuse an adapted layer that would read shards, now or when it is merged."""
     kind = own_class(module)
-    if not _calls_layer(kind) or getattr(layer, "lora_magnitude_vector", None):
+    calls_layer = f"{kind.__module__}.".startswith(_KNOWN) and kind.__name__ != "ParamWrapper"
+    if not calls_layer or getattr(module, "lora_magnitude_vector", None):
         raise RotationError(
             f"peft's {kind.__name__} reads the weights of its layer, and each rank has a shard. "
             "Use LoRA of layers (use_dora=False, no target_parameters), or (IA)3"
         )
     for name in ("merge", "unmerge"):
         vars(module)[name] = partial(_refuse_to_merge, module)
-    own = (getattr(layer, name, None) for name in layer.adapter_layer_names)
-    return [each for each in own if isinstance(each, nn.Module)]
-
-
-def _calls_layer(kind: type) -> bool:
-    """Whether the forward of a class of peft calls the layer below, and reads nothing of it."""
-    return f"{kind.__module__}.".startswith(_KNOWN) and kind.__name__ != "ParamWrapper"
 
 
 def _refuse_to_merge(module: nn.Module, *_args: Any, **_kwargs: Any) -> None:
@@ -63,74 +67,26 @@ def _refuse_to_merge(module: nn.Module, *_args: Any, **_kwargs: Any) -> None:
     )
 
 
-def notice_later_adapters() -> None:
-    """From now on see to what peft puts around rotated modules of this process."""
-    global _is_noticing  # noqa: PLW0603  # torch has one list of these hooks for the process
-    if not _is_noticing:
-        _is_noticing = True
-        register_module_module_registration_hook(_notice)
+@cache
+def refuse_later_adapters() -> None:
+    """From now on refuse models of peft around rotated ones in this process.
 
-
-def _notice(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """See to a child that a module of peft is given first, under one of these names.
-
-    Raises:
-        RotationError: its adapter would read or copy sharded weights.
+    They would read or copy shards, or train prompts whose gradients nothing averages.
     """
+    register_module_module_registration_hook(_refuse_around)
+
+
+def _refuse_around(module: nn.Module, name: str, child: nn.Module | None) -> None:
     kind = own_class(module)
-    if name not in _AROUND or child is None or child_of(module, name) is not None:
+    if name not in ("base_model", "model") or not kind.__module__.startswith("peft."):
         return
-    if not kind.__module__.startswith("peft.") or not any(
-        isinstance(each, DTensor) for each in child.parameters()
-    ):
-        return
-    inside = own_class(child) if name == "base_model" else kind
-    if not _calls_layer(inside):
+    if child is not None and any(isinstance(each, ShardedModule) for each in child.modules()):
         raise RotationError(
             f"peft's {kind.__name__} cannot be put around {own_class(child).__name__}, which is "
-            "rotated already. Use LoRA of layers, or (IA)3; prompts need get_peft_model first"
+            "rotated already. Call get_peft_model before rotate_all"
         )
-    if name == BASE_LAYER:
-        vars(module)["update_layer"] = partial(_update_layer, module)
-
-
-def _update_layer(module: Any, *args: Any, **kwargs: Any) -> None:
-    """As peft's: add an adapter to a layer that rotates.
-
-    Raises:
-        RotationError: it begins with the layer's weights, or computes with them.
-    """
-    for each in (*args, *kwargs.values()):
-        begins = getattr(each, "init_lora_weights", False)
-        if reads_weights(begins) or getattr(each, "use_dora", False):
-            raise RotationError(
-                f"{own_class(module).__name__}: the adapter reads weights (got init_lora_weights="
-                f"{begins!r}, use_dora={each.use_dora}), but the layer is rotated already. Set "
-                "use_dora=False, and call get_peft_model before rotate_all"
-            )
-    type(module).update_layer(module, *args, **kwargs)
 
 
 def reads_weights(begins: object) -> bool:
     """Whether LoRA with that `init_lora_weights` reads the weights below, which some change."""
     return isinstance(begins, str) and begins not in _BEGIN_WITHOUT_WEIGHTS
-
-
-def is_adapted_layer(module: nn.Module) -> bool:
-    """Whether it is a layer of peft, around the layer that it adapts."""
-    return hasattr(module, BASE_LAYER) and isinstance(
-        getattr(module, "adapter_layer_names", None), tuple
-    )
-
-
-def plain_adapters(model: nn.Module) -> list[nn.Parameter]:
-    """The adapters' parameters, where they are plain tensors with values and all that is trained.
-
-    An optimizer does not take plain tensors and DTensors together.
-    """
-    modules = [adapter for module in model.modules() for adapter in adapters_of(module)]
-    adapters = list(dict.fromkeys(each for module in modules for each in module.parameters()))
-    others = {p for p in model.parameters() if p.requires_grad} - set(adapters)
-    if others or any(isinstance(each, DTensor) or each.is_meta for each in adapters):
-        return []
-    return adapters

@@ -63,8 +63,12 @@ class ReplicatedGradients:
         parameters: Sequence[nn.Parameter],
         mesh: DeviceMesh,
         sharded: Mapping[ShardedParameters, str],
+        others: Iterable[nn.Parameter],
     ) -> None:
-        """Average the gradients of ``parameters``, and of those ``sharded``, given with names."""
+        """Average the gradients of ``parameters``, and of those ``sharded``, given with names.
+
+        ``others`` are DTensors whose gradients other code averages.
+        """
         self.postponed = False
         self.alone = False
         self._parameters = list(parameters)
@@ -74,7 +78,7 @@ class ReplicatedGradients:
         self._backward: int | None = None
         self._is_compared = False
         self._watched = WeakIdKeyDictionary()
-        self._others = WeakIdKeyDictionary()
+        self._others = WeakIdKeyDictionary(dict.fromkeys(others, True))
         self._sharded = {each: name for each, name in sharded.items() if each.watch is None}
         self._are_shards_compared = False
         for each in self._sharded:
@@ -86,30 +90,18 @@ class ReplicatedGradients:
         """Averages the gradients of the copied model's parameters."""
         copy_shards([*self._parameters, *self._others], memo)
         copy_shards([p for each in self._sharded for p in each.parameters], memo)
-        copied = ReplicatedGradients(
+        return ReplicatedGradients(
             [deepcopy(p, memo) for p in self._parameters],
             self._mesh,
             {memo[id(each)]: name for each, name in self._sharded.items()},
+            [deepcopy(p, memo) for p in self._others],
         )
-        copied.note_others(deepcopy(p, memo) for p in self._others)
-        return copied
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._watched
 
-    def add(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of plain parameters, too; they take the first rank's values."""
-        for parameter in parameters:
-            take_first_ranks_values(parameter, self._mesh)
-        self._parameters += parameters
-
-    def note_others(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note DTensors that were there before, and that other code averages."""
-        for parameter in parameters:
-            self._others[parameter] = True
-
     def require_known(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Require that each trainable DTensor is one whose gradient is averaged.
+        """Require that each of these is one whose gradient is averaged.
 
         Raises:
             RotationError: one was put into the model after it was rotated.
@@ -119,7 +111,8 @@ class ReplicatedGradients:
             if id(parameter) not in known and sharded_parameters_of(parameter) is None:
                 raise RotationError(
                     f"{name} is another parameter than the model was rotated with, so its gradient "
-                    "would not be averaged. Write to the present parameter (copy_, "
+                    "would not be averaged. Add layers and adapters (get_peft_model) before "
+                    "rotate_all, and write to the present parameters (copy_, "
                     "load_state_dict without assign)."
                 )
 
@@ -390,9 +383,3 @@ class _TakesGradient(torch.autograd.Function):
 
 def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
     _present(grad_averaging).touched()
-
-
-def take_first_ranks_values(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Write the values of the mesh's first rank into the tensor. Collective."""
-    for group in groups_of(mesh):
-        dist.broadcast(tensor.detach(), group=group, group_src=0)

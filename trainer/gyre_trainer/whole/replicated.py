@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -183,11 +183,8 @@ class ReplicatedModule(ShardedModule):
         outer_dtype: the dtype that these, and the floating-point arguments, are cast to; None for
             no cast. Parameters of a BatchNorm stay in the dtype of its statistics.
         gathered: by their names, the parameters that are cut and that its forward reads.
-        reads_inside: whether the forward reads the parameters of modules inside instead of calling
-            these.
     """
 
-    reads_inside: ClassVar[bool] = False
     outer_dtype: torch.dtype | None = None
     gathered: Mapping[str, GatheredParameter] = MappingProxyType({})
 
@@ -237,7 +234,7 @@ class ReplicatedModule(ShardedModule):
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(self, nn.Module)
-        if self.reads_inside:
+        if isinstance(self, nn.MultiheadAttention):  # it calls no layer inside
             yield from self.named_parameters()
             return
         for name, owner, last in own_parameters(self):
@@ -245,12 +242,6 @@ class ReplicatedModule(ShardedModule):
         for name, each in self.gathered.items():
             if each.owner is not self and has_forward(each.owner):
                 yield name, parameters_of(each.owner)[each.last]
-
-
-class ReplicatedAttention(ReplicatedModule):
-    """Mixed in before `nn.MultiheadAttention`, which reads the weight of its last layer."""
-
-    reads_inside: ClassVar[bool] = True
 
 
 def shard_own(module: nn.Module, rule: ReadRule, target: RotationTarget) -> None:
@@ -303,8 +294,7 @@ def _read(
     gathered = GatheredParameter(owner, last, module, sharded, target.policy, dtype)
     readers = {module: name, **({owner: last} if has_forward(owner) else {})}
     for each, own_name in readers.items():
-        attends = isinstance(each, nn.MultiheadAttention)
-        mix_in(each, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
+        mix_in(each, ReplicatedModule, "Replicated")
         reader: Any = each
         reader.outer_dtype = target.policy.outer_dtype
         reader.gathered = {**reader.gathered, own_name: gathered}
@@ -357,70 +347,50 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
     """
     before = [p for p in module.parameters() if isinstance(p, DTensor)]
     copies: dict[nn.Parameter, nn.Parameter] = {}
-    plain = dict.fromkeys(plain_adapters(module))
+    plain = plain_adapters(module)
     for path, child in list(module.named_modules()):
         loose = {
             name: p
             for name, p in parameters_of(child).items()
             if p is not None and not isinstance(p, DTensor)
         }
-        if outer_dtype is None:
-            loose = {name: p for name, p in loose.items() if p not in plain}
         for name, parameter in loose.items():
-            if parameter in plain:
-                continue
             if parameter not in copies:
                 where = f"{path}.{name}".removeprefix(".")
-                copies[parameter] = _replicated(parameter, where, mesh)
-                note_replaced(parameter, where)
+                copies[parameter] = _whole(
+                    parameter, where, mesh, as_dtensor=parameter not in plain
+                )
+                if copies[parameter] is not parameter:
+                    note_replaced(parameter, where)
             setattr(child, name, copies[parameter])
-        if loose and not isinstance(child, RotatedModule):
-            attends = isinstance(child, nn.MultiheadAttention)
-            if not isinstance(child, ReplicatedModule):
-                mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
+        if not plain.issuperset(loose.values()) and not isinstance(child, RotatedModule):
+            mix_in(child, ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
     sharded = {
         found: name
         for name, parameter in module.named_parameters()
         if (found := sharded_parameters_of(parameter)) is not None
     }
-    averaging = ReplicatedGradients([*copies.values(), *plain], mesh, sharded)
-    averaging.note_others(p for p in before if sharded_parameters_of(p) is None)
+    others = [p for p in before if sharded_parameters_of(p) is None]
+    averaging = ReplicatedGradients([*copies.values()], mesh, sharded, others)
     module.grad_averaging = averaging  # type: ignore[assignment]  # kept alive, and a mark
     vars(module)[_PLAIN] = _PlainParameters(outer_dtype)
-    module.register_forward_pre_hook(_watch)
-    module.register_forward_pre_hook(_stand_in)
+    module.register_forward_pre_hook(_before_forward)
     module.register_forward_hook(_put_back, always_call=True)
     module.register_forward_hook(_watch_outputs)
     module.register_state_dict_pre_hook(_before_state)  # type: ignore[no-untyped-call]
 
 
 @uncompiled
-def _watch(module: nn.Module, _args: Any) -> None:
-    """Before a forward: see to parameters that changed since the last one."""
-    if not torch.is_grad_enabled():
-        return
-    averaging: Any = module.grad_averaging
-    added = {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-        and not isinstance(parameter, DTensor)
-        and parameter not in averaging
-    }
-    if added:
-        adapters = set(plain_adapters(module))
-        for name, parameter in added.items():
-            if parameter not in adapters:
-                raise RotationError(
-                    f"{name} was added to {type(module).__name__} after it was rotated, so its "
-                    "gradient would never be averaged. Add layers first, then rotate the model."
-                )
-        averaging.add(list(added.values()))
-    sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-    averaging.require_known({name: p for name, p in sharded.items() if p.requires_grad})
-    averaging.watch(sharded.values())
-    averaging.compare(module)
+def _before_forward(module: nn.Module, _args: Any) -> None:
+    """See to parameters that changed since the last forward, and let modules read plain ones."""
+    if torch.is_grad_enabled():
+        averaging: Any = module.grad_averaging
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        averaging.require_known(trained)
+        averaging.watch(p for p in module.parameters() if isinstance(p, DTensor))
+        averaging.compare(module)
+    vars(module)[_PLAIN].stand_in(module)
 
 
 @uncompiled
@@ -465,7 +435,6 @@ class _PlainParameters:
         return _PlainParameters(self._dtype)
 
     def stand_in(self, model: nn.Module) -> None:
-        """Put the plain tensors there."""
         self.put_back()  # torch calls no hook after a forward that Ctrl-C has ended
         if self._places is None:
             self._places = [
@@ -487,15 +456,9 @@ class _PlainParameters:
         return bool(self._replaced)
 
     def put_back(self) -> None:
-        """Put the parameters back."""
         while self._replaced:
             parameters, name, parameter = self._replaced.pop()
             parameters[name] = parameter
-
-
-@uncompiled
-def _stand_in(module: nn.Module, _args: Any) -> None:
-    vars(module)[_PLAIN].stand_in(module)
 
 
 @uncompiled
@@ -523,8 +486,8 @@ def _before_state(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
     vars(module)[_PLAIN].put_back()
 
 
-def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
-    """A DTensor parameter with the values of ``source``; NaN where that is on `meta`."""
+def _whole(source: nn.Parameter, name: str, mesh: DeviceMesh, *, as_dtensor: bool) -> nn.Parameter:
+    """A parameter with the values of ``source``; NaN where that is on `meta`."""
     if sharded_parameters_of(source) is not None:
         raise RotationError(
             f"{name} is tied to a parameter that rotates; first rotate the module that it is in"
@@ -536,9 +499,13 @@ def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Paramet
             f"{name} is on {source.device}, but the mesh is of {mesh.device_type}; "
             "move the model first"
         )
+    elif not as_dtensor:
+        return source
     else:
         local = source.detach().clone()
-    return as_parameter(local, mesh, Replicate(), source)
+    if as_dtensor:
+        return as_parameter(local, mesh, Replicate(), source)
+    return nn.Parameter(local, source.requires_grad)
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
