@@ -1,8 +1,11 @@
 # ruff: noqa: N803, N806, N815  # names carry shape letters
-"""Compute a slice's share of what a loss needs of the logits, and of the gradients.
+"""The loss, log-probabilities and entropy of a linear head, by slices of the vocabulary.
 
-A loss needs two or three numbers of each token's logits. They are computed in chunks of tokens, so
-that not even the logits of a slice exist as a whole.
+The logits of all tokens and classes never exist. A loss needs two or three numbers of each token's
+logits: the log of the sum of their exponentials, the target's logit, and for the entropy their mean
+by probability. Each slice gives those of its own classes, in chunks of tokens; they are reduced
+exactly, and the loss is computed from them. In backward a slice computes its logits again, unless
+the head is frozen.
 
 [Note: One pass for a frozen head]
 
@@ -14,13 +17,6 @@ the target's row. Means of slices are put together as the output of attention is
 exponentials. So one pass is enough, in forward, and backward multiplies by the loss's gradient.
 
 Dims: T tokens, D features, V classes of the slice, S statistics.
-
-The loss, log-probabilities and entropy of a linear head, by slices of the vocabulary.
-
-The logits of all tokens and classes never exist. A loss needs two or three numbers of each token's
-logits: the log of the sum of their exponentials, the target's logit, and for the entropy their mean
-by probability. Each slice gives those of its own classes; they are reduced exactly, and the loss is
-computed from them. In backward a slice computes its logits again, unless the head is frozen.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import id_error, require_ids, rows
+from gyre_trainer.layers.linear import LinearRule, id_error, places_in, require_ids
 from gyre_trainer.layers.quantized import is_quantized
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
@@ -44,10 +40,9 @@ from gyre_trainer.rotation.rule import (
     DeferredGrads,
     ModuleSlice,
     OutputReduction,
-    Rule,
     parameter_at,
 )
-from gyre_trainer.shards.layout import Cut, Layout, add_product, local_of
+from gyre_trainer.shards.layout import Layout, add_product, local_of
 from gyre_trainer.torch_internals import is_fake, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
 
@@ -56,25 +51,6 @@ from gyre_trainer.whole.replicated import ReplicatedModule
 # idle, and its host behind.
 _MAX_LOGITS = 2**23
 _MIN_ROWS_ON_CUDA = 1_024
-
-
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """The half-open range of classes that a slice has, of ``total``."""
-
-    start: int
-    stop: int
-    total: int
-
-    def places(self, targets_T: Tensor, counted_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' places in the slice, and whether they are elsewhere or not counted.
-
-        Of a whole head, torch refuses targets that are nowhere.
-        """
-        elsewhere_T = ~counted_T
-        if self.stop - self.start < self.total:
-            elsewhere_T = elsewhere_T | (targets_T < self.start) | (targets_T >= self.stop)
-        return torch.where(elsewhere_T, 0, targets_T - self.start), elsewhere_T
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,29 +175,25 @@ class Asked:
     transform: LogitTransform = LogitTransform()
     ahead: GradientAhead | None = None
 
-    @property
-    def num_statistics(self) -> int:
-        """How many numbers each token has."""
-        return 2 + self.with_mean
-
 
 def statistics_of(
-    inputs: tuple[Tensor, Tensor, Tensor],
+    x_TD: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
-    classes: Classes,
+    targets: tuple[Tensor, Tensor],
     asked: Asked,
-    deferred: DeferredGrads | None = None,
+    deferred: DeferredGrads,
 ) -> Tensor:
-    """Statistics [S, T] of a slice: its log-sum-exp, the target's logit or 0, the mean."""
-    x_TD, targets_T, counted_T = inputs
-    if classes.start == classes.stop:
-        nothing = x_TD.new_zeros(asked.num_statistics, len(x_TD), dtype=wide(x_TD.dtype))
+    """Statistics [S, T] of a slice: its log-sum-exp, the target's logit or 0, the mean.
+
+    ``targets`` are the places of the tokens' targets in the slice, and whether they are elsewhere
+    or not counted.
+    """
+    if not len(weight_VD):
+        nothing = x_TD.new_zeros(2 + asked.with_mean, len(x_TD), dtype=wide(x_TD.dtype))
         nothing[0] = torch.finfo(nothing.dtype).min  # of no weight, and no NaN in differences
         return nothing
-    places_T, elsewhere = classes.places(targets_T, counted_T)
-    tensors = x_TD, weight_VD, bias_V, places_T, elsewhere
-    statistics: Tensor = _Statistics.apply(*tensors, asked, deferred or DeferredGrads({}))  # type: ignore[no-untyped-call]
+    statistics: Tensor = _Statistics.apply(x_TD, weight_VD, bias_V, *targets, asked, deferred)  # type: ignore[no-untyped-call]
     return statistics
 
 
@@ -247,7 +219,7 @@ class _Statistics(torch.autograd.Function):
         asked: Asked,
         deferred: DeferredGrads,
     ) -> Tensor:
-        statistics_ST = x_TD.new_empty(asked.num_statistics, len(x_TD), dtype=wide(x_TD.dtype))
+        statistics_ST = x_TD.new_empty(2 + asked.with_mean, len(x_TD), dtype=wide(x_TD.dtype))
         transform, ahead = asked.transform, asked.ahead
         num_copies = asked.with_mean or (ahead and transform.soft_cap is not None)
         for chunk in _chunks(x_TD, len(weight_VD) * (1 + bool(num_copies))):
@@ -478,9 +450,7 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
     if isinstance(linear, RotatedModule):
         ids_T = targets_T.where(counted_T, 0)
         require_ids(linear.rotation, ids_T, linear.out_features, "target", where)
-        rule = StatisticsRule(linear.out_features, asked.with_mean)
-        # not a field of the rule: a number that differs in each step would make another rule of it
-        statistics: Tensor = run(linear.rotation_by(rule), inputs, {"asked": asked})
+        statistics: Tensor = run(linear.rotation_by(_STATISTICS), inputs, {"asked": asked})
         return statistics
     if targets_T.device.type == "cpu" and not is_fake(targets_T):
         odd_T = targets_T[counted_T & ((targets_T < 0) | (targets_T >= linear.out_features))]
@@ -495,44 +465,34 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
             "not rotated. Compute the loss inside of the module that gathers them."
         )
     bias = None if linear.bias is None else cast(local_of(linear.bias), dtype)
-    classes = Classes(0, linear.out_features, linear.out_features)
-    return statistics_of((x_TD, targets_T, counted_T), weight_VD, bias, classes, asked)
+    targets = targets_T.where(counted_T, 0), ~counted_T
+    return statistics_of(x_TD, weight_VD, bias, targets, asked, DeferredGrads({}))
 
 
-@dataclass(frozen=True)
-class StatisticsRule(Rule):
-    """For `nn.Linear`: it returns the statistics of its outputs over all classes, not the outputs.
-
-    Attributes:
-        num_classes: output features of the whole layer.
-        with_mean: whether the mean by probability is a third statistic.
-    """
-
-    num_classes: int
-    with_mean: bool
+class StatisticsRule(LinearRule):
+    """For `nn.Linear`: it returns the statistics of its outputs over all classes."""
 
     recompute_pays: ClassVar[bool] = False  # backward computes the logits again anyway
-    divisible: ClassVar[bool] = True
-
-    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Weight and bias, along the classes."""
-        return rows(module)
 
     def run(self, current: ModuleSlice, /, *args: Tensor, **kwargs: Any) -> Tensor:
         """Statistics [S, T] of the slice's own classes; ``asked`` says which."""
         x_TD, targets_T, counted_T = args
-        classes = Classes(*current.bounds["weight"], self.num_classes)
+        start, stop = current.bounds["weight"]
         weight_VD, bias_V = current.weights["weight"], parameter_at(current.module, "bias")
         if bias_V is not None and "bias" not in current.weights:  # whole, where the weight is tied
-            bias_V = bias_V[classes.start : classes.stop]
-        inputs = x_TD, targets_T, counted_T
-        return statistics_of(inputs, weight_VD, bias_V, classes, kwargs["asked"], current.deferred)
+            bias_V = bias_V[start:stop]
+        places_T, elsewhere_T = places_in(targets_T, start, stop)
+        targets = places_T, elsewhere_T | ~counted_T
+        return statistics_of(x_TD, weight_VD, bias_V, targets, kwargs["asked"], current.deferred)
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype
     ) -> OutputReduction:
         """Log-sum-exps and means are reduced to one; the targets' logits add up."""
         return _StatisticsReduction()
+
+
+_STATISTICS = StatisticsRule()
 
 
 class _StatisticsReduction(OutputReduction):

@@ -254,7 +254,7 @@ class EmbeddingRule(Rule):
         (start, stop), weight = current.bounds["weight"], current.weights["weight"]
         if start == stop:
             return weight.new_zeros((*tokens.shape, weight.shape[1]))
-        places, is_elsewhere = _places(tokens, start, stop)
+        places, is_elsewhere = places_in(tokens, start, stop)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
@@ -336,7 +336,7 @@ def _odd_id(ids: Tensor) -> int:
     return lowest if lowest < 0 else highest
 
 
-def _places(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def places_in(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """The tokens' rows in the slice [start, stop), and whether they are in another one."""
     is_elsewhere = (tokens < start) | (tokens >= stop)
     return (tokens - start).masked_fill(is_elsewhere, 0), is_elsewhere
@@ -375,7 +375,9 @@ class _Rows(torch.autograd.Function):
             ids = _ids_of_all(rotation, tokens_T, longest)
 
             def own_rows(piece: int) -> Tensor:
-                places, is_elsewhere = _places(ids[slice(*layout.bounds(rows, piece))], start, stop)
+                places, is_elsewhere = places_in(
+                    ids[slice(*layout.bounds(rows, piece))], start, stop
+                )
                 if start == stop:
                     return shard_RD.new_zeros((len(places), width), dtype=dtype)
                 found = shard_RD.detach().index_select(0, places).to(dtype)
@@ -408,7 +410,7 @@ class _Rows(torch.autograd.Function):
         with span(f"{ctx.name} backward: sending gradients of rows"):
             for piece, part in all_pieces(ring, flat, layout, rotation.number, forward=False):
                 here = ids[slice(*layout.bounds(rows, piece))]
-                places, is_elsewhere = _places(here, start, stop)
+                places, is_elsewhere = places_in(here, start, stop)
                 if rotation.rule.padding_idx is not None:
                     is_elsewhere |= here == rotation.rule.padding_idx
                 if start < stop:
