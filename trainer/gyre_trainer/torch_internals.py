@@ -37,40 +37,20 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+# Names of torch that other modules import from here.
 __all__ = [
-    "BatchNorm",
-    "DTensorSpec",
     "DataDependentOutputException",
-    "Dropout",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "TreeSpec",
-    "at_end_of_backward",
-    "base_of",
-    "child_of",
-    "dtensor_handlers",
-    "gradient_hooks_of",
-    "gradients",
-    "hooks_of",
-    "is_fake",
     "is_traceable_wrapper_subclass",
-    "number_of_backward",
-    "parameters_of",
-    "profiler_enabled",
-    "saved_tensors_hooks_around",
-    "shard_of",
-    "spec_of",
-    "storage_number",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
-    "uncompiled",
     "unset_fake_temporarily",
-    "version_of",
-    "without_dispatch",
 ]
 
 DTensorSpec = Any  # how a DTensor is cut: its mesh, placements and shape; torch exports no name

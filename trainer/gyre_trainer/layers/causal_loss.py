@@ -186,7 +186,7 @@ class LibraryModel:
                 "Remove it, or call model(labels=...)."
             )
         self._model = model
-        self.arguments = _arguments(model.forward)
+        self.arguments = inspect.signature(model.forward).parameters
         self._config: Any = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(self._config, "is_encoder_decoder", False))
         self._transform, self._router_factor = _effects(self._config)
@@ -330,10 +330,6 @@ def _head_of(model: nn.Module) -> Any:
     """What `transformers` says is the model's head; None for other models."""
     get: Any = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
-
-
-def _arguments(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(forward).parameters
 
 
 def _next_tokens(labels_BT: Tensor) -> Tensor:

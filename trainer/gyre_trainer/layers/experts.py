@@ -136,11 +136,7 @@ class Experts(nn.Module):
             chosen: numbers of experts, (..., K). Numbers outside [0, E) add nothing.
             weights: the weights of the chosen experts, (..., K).
         """
-        x_TD, chosen_TK, weights_TK = (
-            x.flatten(0, -2),
-            chosen.flatten(0, -2),
-            weights.flatten(0, -2),
-        )
+        x_TD, chosen_TK, weights_TK = (each.flatten(0, -2) for each in (x, chosen, weights))
         num_experts = self.down.shape[0]
         if num_experts == 0:
             return torch.zeros_like(x)

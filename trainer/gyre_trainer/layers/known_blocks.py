@@ -557,7 +557,6 @@ class KnownBlocks:
 
 
 def _rows(module: nn.Module) -> Iterator[Rule]:
-    """The rows whose layers a module has."""
     if isinstance(module, nn.Linear) and _has_own_forward(module, nn.Linear):
         if parameters_of(module).keys() == {"weight", "bias"}:
             yield LinearRule()
@@ -589,7 +588,6 @@ def _is_projection(module: nn.Module) -> bool:
 
 
 def _of_module(row: Rule, module: nn.Module) -> Rule:
-    """A row with the numbers of a module."""
     if isinstance(row, ExpertsRule) and experts_function(module):
         return replace(row, **_BY_KERNEL)
     if not isinstance(row, AttentionRule):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from gyre_trainer.comm.identity import with_room
 from gyre_trainer.errors import RotationError
@@ -97,12 +97,16 @@ class QuantizedShards(ShardedParameters):
         whole, *_ = plain.layout.cuts
         sources = sorted(sources, key=lambda each: -each[1].element_size())
         num_rows = whole.shape[0]
-        cuts = [Cut(name, (num_rows, _row_bytes(local)), 0) for name, local in sources]
+        row_bytes = [local.new_empty((1, *local.shape[1:])).nbytes for _, local in sources]
+        cuts = [
+            Cut(name, (num_rows, n), 0) for (name, _), n in zip(sources, row_bytes, strict=True)
+        ]
         self.layout = Layout(tuple(cuts), num_slices)
         self.digests = [0] * len(cuts)
         self._kinds = [(local.dtype, local.shape) for _, local in sources]
         self.flat = with_room(self.layout.numel(rank), torch.uint8, plain.flat.device)
-        mesh = _dtensor(plain.parameters[0]).device_mesh
+        first: Any = plain.parameters[0]
+        mesh = first.device_mesh
         self.parameters = []
         for view, (_, local) in zip(self.views(self.flat), sources, strict=True):
             view.copy_(local)
@@ -123,16 +127,6 @@ class QuantizedShards(ShardedParameters):
 def typed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor that arrived as rows of bytes, in its dtype; one that is not of bytes, as it is."""
     return tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor
-
-
-def _row_bytes(local: Tensor) -> int:
-    """Bytes of one index along the first dim."""
-    return local[:1].new_empty((1, *local.shape[1:])).nbytes
-
-
-def _dtensor(parameter: Any) -> DTensor:
-    assert isinstance(parameter, DTensor)
-    return parameter
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -241,7 +235,7 @@ def encode_layers(model: nn.Module, to: Format, keep: Collection[str]) -> list[s
         for path, each in rotated.items()
         if type(each.rotation.rule) is LinearRule
         and uses[id(each.rotation.sharded)] == 1
-        and path.rpartition(".")[2] not in keep
+        and path.removesuffix(".base_layer").rpartition(".")[2] not in keep
     }
     if not chosen:
         raise RotationError(

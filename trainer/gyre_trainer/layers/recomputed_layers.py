@@ -184,7 +184,12 @@ class RecomputedLayer:
         arguments = Arguments(args, kwargs)
         changing = next((leaf for leaf in arguments.leaves if not is_constant(leaf)), None)
         if changing is not None:
-            _warn_of(self, changing)
+            warnings.warn(
+                f"{own_class(self).__name__} is called with a {type(changing).__name__}, which "
+                "computing it again in backward would change, so its activations are kept; call "
+                "the model without it (use_cache=False for a cache of keys and values)",
+                stacklevel=1,
+            )
             return forward(*args, **kwargs)
         return _checkpointed(self, forward, arguments)
 
@@ -263,16 +268,6 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(run_again)  # type: ignore[no-untyped-call]
     return output
-
-
-def _warn_of(module: nn.Module, argument: object) -> None:
-    kind = type(argument).__name__
-    warnings.warn(
-        f"{own_class(module).__name__} is called with a {kind}, which computing it again in "
-        "backward would change, so its activations are kept; call the model without it "
-        "(use_cache=False for a cache of keys and values)",
-        stacklevel=2,
-    )
 
 
 @contextmanager

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.recomputation import (
-    Recomputation,
-    recomputable,
-)
+from gyre_trainer.rotation.recomputation import Recomputation, recomputable
 from gyre_trainer.rotation.rule import (
     ArgumentCut,
     DeferredGrads,
@@ -57,36 +54,28 @@ class Form:
     """The form of a value, nested or not.
 
     Attributes:
-        leaves: of the value, in their order, with `Missing` in place of each tensor.
+        leaves: of the value, in their order, with `Missing` in place of each tensor, or `Passed`.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, given: Sequence[Tensor] = ()) -> None:
+        """``given`` are the arguments' tensors, of which the form keeps none."""
         leaves, self._spec = _flat(value)
-        self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.leaves = [Missing if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        places = {id(tensor): place for place, tensor in enumerate(given)}
+        self._tensors: list[Tensor] = []
+        self.leaves: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                self.leaves.append(leaf)
+            elif id(leaf) in places:
+                self.leaves.append(Passed(places[id(leaf)]))
+            else:
+                self.leaves.append(Missing)
+                self._tensors.append(leaf)
 
     def take_tensors(self) -> list[Tensor]:
         """The tensors among the leaves. The form keeps them no longer."""
         tensors, self._tensors = self._tensors, []
         return tensors
-
-    def note_passed(self, places: Mapping[int, int]) -> None:
-        """Mark tensors that are arguments; the form keeps them no longer.
-
-        Args:
-            places: the indices of the arguments' tensors, by their ids.
-        """
-        if not any(id(tensor) in places for tensor in self._tensors):
-            return
-        others, arriving = [], iter(self._tensors)
-        for index, leaf in enumerate(self.leaves):
-            if leaf is Missing:
-                tensor = next(arriving)
-                if id(tensor) in places:
-                    self.leaves[index] = Passed(places[id(tensor)])
-                else:
-                    others.append(tensor)
-        self._tensors = others
 
     def filled(self, tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> Any:
         """The value, with ``tensors`` in the places of `Missing`, and ``given`` of `Passed`."""
@@ -103,7 +92,6 @@ class Form:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether it is a cache of keys and values of `transformers`."""
     library = sys.modules.get("transformers.cache_utils")
     return library is not None and isinstance(value, library.Cache)
 
@@ -232,7 +220,6 @@ class _KeptInput:
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written to it."""
         return self.version is not None and version_of(self.tensor) != self.version
 
 
@@ -329,9 +316,8 @@ class Call:
     def _set_inputs(self, inputs: list[Tensor]) -> None:
         """Cast the replicated parameters and the arguments to the dtype to compute in."""
         dtype = self._rotation.policy.compute_dtype
-        inputs = [cast(tensor, dtype) for tensor in inputs]
         self.inputs = [
-            tensor.requires_grad_(takes)
+            cast(tensor, dtype).requires_grad_(takes)
             for tensor, takes in zip(inputs, self._take_grads, strict=True)
         ]
         self.deferred = DeferredGrads(
@@ -461,8 +447,7 @@ class Call:
 
         The first slice's output gives the form and everything else.
         """
-        form = Form(output)
-        form.note_passed({id(tensor): place for place, tensor in enumerate(given)})
+        form = Form(output, given)
         tensors = form.take_tensors()
         if self.output_form is None:
             odd = next((leaf for leaf in form.leaves if not may_be_returned(leaf)), None)

@@ -241,14 +241,8 @@ def _run_by_slices(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str,
     given = call.given
     if call.recomputed:
         call.find_recomputations()
-    outputs = _outputs(rotation, call)
+    outputs = _Rotate.apply(RingPass(rotation, call), *call.tensors)  # type: ignore[no-untyped-call]
     return call.rebuild_output(outputs, given)
-
-
-def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
-    ring_pass, tensors = RingPass(rotation, call), list(call.tensors)
-    outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
-    return outputs
 
 
 class _Rotate(torch.autograd.Function):

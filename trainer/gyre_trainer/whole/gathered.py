@@ -27,9 +27,7 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.shards.layout import GradientRing, Layout, all_pieces, with_spec
-from gyre_trainer.shards.sharded_parameters import (
-    ShardedParameters,
-)
+from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.torch_internals import (
     at_end_of_backward,
     number_of_backward,
@@ -124,7 +122,7 @@ class GatheredParameter:
         ring, (cut,) = sharded.ring, layout.cuts
         own = sharded.views(sharded.flat)[self._place].detach()
         own = own.to(self.dtype or own.dtype)
-        forward = not _is_in_backward()
+        forward = number_of_backward() == -1
         whole = own if ring.size == 1 else own.new_empty(cut.shape)
         flat = own.reshape(-1)
         if ring.size > 1:
@@ -230,11 +228,6 @@ def saved_by_place(wholes: Mapping[int, tuple[Tensor, GatheredParameter]]) -> It
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _is_in_backward() -> bool:
-    """Whether a backward runs in this thread."""
-    return number_of_backward() != -1
 
 
 # Whole parameters in backward, by ring: those of one reader.
