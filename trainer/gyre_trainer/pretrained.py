@@ -10,11 +10,9 @@
 A rank reads and writes the bytes of its own shards alone, so none ever holds the model. All ranks
 must see the same folder.
 
-Adapters of peft in its own layout: `adapter_model.safetensors` and `adapter_config.json`.
-
-Each adapter has a folder: "default" the given one, others one below it with their name. They are
-whole on every rank, or sharded as other parameters are, such as those of `modules_to_save`; a rank
-reads and writes its own part of them.
+Adapters of peft are in its own layout, `adapter_model.safetensors` and `adapter_config.json`. Each
+has a folder: "default" the given one, others one below it with their name. Their parameters are
+whole on every rank, or sharded as others are, such as those of `modules_to_save`.
 """
 
 import json
@@ -22,7 +20,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -49,9 +47,10 @@ from gyre_trainer.shards.stored_weights import (
     read_targets,
     stored_dtype,
     targets_of,
+    tensors_in,
     write_targets,
 )
-from gyre_trainer.shards.tensor_files import StoredTensor, layout_of, read_header, read_regular
+from gyre_trainer.shards.tensor_files import layout_of, read_regular
 from gyre_trainer.whole.adapters import reads_weights
 
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -72,17 +71,17 @@ def has_adapters(folder: Path) -> bool:
     return (folder / _WEIGHTS).exists() or any(folder.glob(f"*/{_WEIGHTS}"))
 
 
-def load_adapters(model: nn.Module, folder: Path) -> None:
+def load_adapters(model: Any, folder: Path) -> None:
     """Copy the weights of all adapters of a model into it; collective.
 
     Raises:
         CheckpointRejected: on every rank: a file is missing, damaged, or of other adapters.
     """
     with agreed("loading adapters"):
-        for name in _names(model):
+        for name in model.peft_config:
             path = _folder(folder, name) / _WEIGHTS
             _require_same_settings(model, name, path.parent)
-            stored, targets = read_header(path), _adapter_targets(model, name)
+            stored, targets = tensors_in(path), _adapter_targets(model, name)
             unknown = sorted(stored.keys() - {each.names[0] for each in targets})
             if unknown:
                 raise CheckpointRejected(
@@ -116,7 +115,7 @@ def _require_same_settings(model: Any, name: str, folder: Path) -> None:
             )
 
 
-def save_adapters(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+def save_adapters(model: Any, folder: Path, *, dtype: torch.dtype | None = None) -> None:
     """Write all adapters of a model, so that `PeftModel.from_pretrained` loads them.
 
     Collective. The weights below the adapters are not written, as in peft.
@@ -125,7 +124,7 @@ def save_adapters(model: nn.Module, folder: Path, *, dtype: torch.dtype | None =
         CheckpointFailed: on every rank: a file could not be written.
         RotationError: an adapter makes its weights when it is saved, as prompts do.
     """
-    for name in _names(model):
+    for name in model.peft_config:
         here, targets = _folder(folder, name), _adapter_targets(model, name)
         tensors = [
             (each.names[0], tuple(each.whole.shape), stored_dtype(each.whole, dtype))
@@ -133,10 +132,6 @@ def save_adapters(model: nn.Module, folder: Path, *, dtype: torch.dtype | None =
         ]
         files = {_WEIGHTS: layout_of(here / _WEIGHTS, tensors)}
         write_targets(here, joined(targets), files, partial(_describe, model, name, here))
-
-
-def _names(model: Any) -> list[str]:
-    return list(model.peft_config)
 
 
 def _folder(folder: Path, name: str) -> Path:
@@ -189,9 +184,6 @@ class _Index(msgspec.Struct):
     """Which file has each tensor."""
 
     weight_map: dict[str, str]
-
-
-_INDEX_DECODER = msgspec.json.Decoder(_Index)
 
 
 class IncompatibleKeys(NamedTuple):
@@ -252,20 +244,27 @@ def load(
     model = base
     with agreed("loading weights"):
         stored = _of_model(model, _stored_tensors(Path(path)), key_mapping, path)
-        targets = _targets(model)
-        unexpected = _unexpected(model, targets, stored)
-        missing: list[str] = []
-        if strict:
-            _require_none(unexpected, path, model)
-        else:
-            missing = [each.names[0] for each in targets if not _is_in(stored, each)]
+        targets, missing = _targets(model), list[str]()
+        unexpected, kind = _unexpected(model, targets, stored), own_class(model).__name__
+        if strict and unexpected:
+            raise CheckpointRejected(
+                f"{path} has {_first_of(unexpected)}, which {kind} does not have. Use the model "
+                "that it was saved from, key_mapping for other names, or strict=False to leave "
+                "them out."
+            )
+        if not strict:
+            missing = [each.names[0] for each in targets if stored.keys().isdisjoint(each.names)]
             _require_values(missing, has_no_value, path)
-            targets = [each for each in targets if _is_in(stored, each)]
+            targets = [each for each in targets if each.names[0] not in missing]
             if not targets:
-                raise CheckpointRejected(f"{path} has no tensor of {own_class(model).__name__}")
+                raise CheckpointRejected(f"{path} has no tensor of {kind}")
             _require_no_codes(targets, stored, unexpected, path)
         read_targets(targets, stored, path)
-    _warn(model, path, IncompatibleKeys(missing, unexpected))
+    if missing and is_first_rank():
+        _log.warning("%s has no %s: values are kept", path, _first_of(missing))
+    if unexpected and is_first_rank():
+        others = _first_of(unexpected)
+        _log.warning("%s has %s, which %s does not have: left out", path, others, kind)
     return IncompatibleKeys(missing, unexpected)
 
 
@@ -327,10 +326,10 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return {name.replace(".base_layer.", "."): each for name, each in own.items()}
 
 
-def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
+def _stored_tensors(path: Path) -> dict[str, Joined]:
     """All tensors of a folder or file."""
     if path.is_file():
-        return read_header(path)
+        return tensors_in(path)
     index = path / _INDEX
     if not index.exists():
         if not (path / _ONE_FILE).exists():
@@ -338,17 +337,17 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
                 f"{path} has neither {_ONE_FILE} nor {_INDEX}; weights in other files, such as "
                 "pytorch_model.bin, must be saved again by save_pretrained of transformers"
             )
-        return read_header(path / _ONE_FILE)
+        return tensors_in(path / _ONE_FILE)
     try:
-        weight_map = _INDEX_DECODER.decode(read_regular(index)).weight_map
-        names = sorted(set(weight_map.values()))
-        if any(Path(name).name != name for name in names):
-            raise CheckpointRejected(f"{index} names files outside of its folder")
+        weight_map = msgspec.json.decode(read_regular(index), type=_Index).weight_map
     except OSError as error:
         raise CheckpointRejected(f"{index} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{index} is no index of safetensors files: {error}") from error
-    files = {name: read_header(path / name) for name in names}
+    names = sorted(set(weight_map.values()))
+    if any(Path(name).name != name for name in names):
+        raise CheckpointRejected(f"{index} names files outside of its folder")
+    files = {name: tensors_in(path / name) for name in names}
     for key, name in weight_map.items():
         if key not in files[name]:
             raise CheckpointRejected(f"{index} says that {key} is in {name}, but it is not")
@@ -357,14 +356,14 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _of_model(
     model: nn.Module,
-    stored: dict[str, StoredTensor],
+    stored: dict[str, Joined],
     key_mapping: Mapping[str, str] | None,
     path: object,
-) -> dict[str, StoredTensor | Joined]:
+) -> dict[str, Joined]:
     """The tensors of the files as the model has them, by the names that it has for them."""
     if key_mapping is not None:
         stored = {_mapped(key, key_mapping): each for key, each in stored.items()}
-    if (library := _conversions_of(model)) is not None:
+    if (library := _library_of(model)) is not None:
         return _converted(model, library, stored, path)
     if key_mapping is None:
         mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
@@ -372,49 +371,45 @@ def _of_model(
     # of the oldest files, such as those of the first BERT: gamma and beta of norms
     older: Any = getattr(model, "_fix_state_dict_key_on_load", lambda key: (key, False))
     known = _state(model)
-    prefix = getattr(model, "base_model_prefix", "") or ""
-    return {_with_prefix(older(key)[0], prefix, known): each for key, each in stored.items()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def name_of(key: str) -> str:
+        """The model's name: a file may be of the base model alone, or of a model around it."""
+        key = older(key)[0]
+        other = key.removeprefix(prefix) if key.startswith(prefix) else prefix + key
+        return other if key not in known and other in known else key
+
+    return {name_of(key): each for key, each in stored.items()}
 
 
-class _Conversions(NamedTuple):
-    """What transformers knows of files since version 5.
+def _library_of(model: nn.Module) -> Any:
+    """What transformers knows of files since version 5; None for older ones and other models.
 
-    No public function tells it: `from_pretrained` loads whole models. Peft uses the
-    same modules.
+    No public function tells it: `from_pretrained` loads whole models. Peft uses the same module.
     """
-
-    mapping: Any  # transformers.conversion_mapping
-    loading: Any  # transformers.core_model_loading
-
-
-def _conversions_of(model: nn.Module) -> _Conversions | None:
-    """The library's conversions; None where the model is not of it, or the library is older."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return None
-    try:
-        return _Conversions(
-            import_module("transformers.conversion_mapping"),
-            import_module("transformers.core_model_loading"),
-        )
-    except ImportError:
-        return None
+    with suppress(ImportError):
+        return import_module("transformers.core_model_loading")
+    return None
 
 
 def _converted(
-    model: Any, library: _Conversions, stored: Mapping[str, StoredTensor], path: object
-) -> dict[str, StoredTensor | Joined]:
+    model: Any, loading: Any, stored: Mapping[str, Joined], path: object
+) -> dict[str, Joined]:
     """The tensors as transformers makes them of those of the files.
 
     Raises:
         CheckpointRejected: it makes some of values that are not read, or files lack some.
     """
-    loading, known = library.loading, _state(model)
-    conversions = library.mapping.get_model_conversion_mapping(model)
+    known = _state(model)
+    mapping: Any = import_module("transformers.conversion_mapping")
+    conversions = mapping.get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found: dict[str, StoredTensor | Joined] = {}
+    found: dict[str, Joined] = {}
     groups: dict[str, Any] = {}
     for key in sorted(stored, key=loading.dot_natural_key):  # experts by their numbers
         prefix = model.base_model_prefix
@@ -424,9 +419,8 @@ def _converted(
         if pattern is None or name not in known:
             found[name] = stored[key]
             continue
-        tensor = stored[key]
         group = groups.setdefault(name, deepcopy(by_pattern[pattern]))
-        group.add_tensor(name, key, pattern, Joined.whole(tensor, tensor.shape, tensor.dtype))
+        group.add_tensor(name, key, pattern, stored[key])
     for name, group in groups.items():
         try:
             found |= _values(group.convert(name, model=model, config=model.config))
@@ -450,11 +444,11 @@ def _of_files(model: nn.Module, tensors: dict[str, Joined]) -> dict[str, Joined]
     Raises:
         RotationError: transformers makes some of them of values.
     """
-    library = _conversions_of(model)
+    library = _library_of(model)
     if library is None:
         return tensors
     try:
-        return dict(library.loading.revert_weight_conversion(model, tensors))
+        return dict(library.revert_weight_conversion(model, tensors))
     except Exception as error:  # of the library's operations
         raise RotationError(
             f"{own_class(model).__name__} cannot be saved by parts: transformers needs whole "
@@ -473,14 +467,6 @@ def _mapped(key: str, mapping: Mapping[str, str]) -> str:
     return key
 
 
-def _with_prefix(key: str, prefix: str, known: Mapping[str, object]) -> str:
-    """A file may be of the base model alone, or of a model around it."""
-    if key in known or not prefix:
-        return key
-    other = f"{prefix}.{key}" if not key.startswith(f"{prefix}.") else key[len(prefix) + 1 :]
-    return other if other in known else key
-
-
 def _unexpected(model: nn.Module, targets: list[Target], stored: Mapping[str, object]) -> list[str]:
     """Names of stored tensors that the model lacks, but for those that it lets be ignored."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -496,22 +482,8 @@ def _has_no_value(tensor: object) -> bool:
     if not isinstance(tensor, Tensor):
         return False
     local = local_of(tensor).detach()
-    if local.is_meta or not local.is_floating_point() or not local.numel():
-        return local.is_meta
-    return bool(local.isnan().all())
-
-
-def _is_in(stored: Mapping[str, object], target: Target) -> bool:
-    return any(name in stored for name in target.names)
-
-
-def _require_none(unexpected: Sequence[str], path: object, model: nn.Module) -> None:
-    if unexpected:
-        raise CheckpointRejected(
-            f"{path} has {_first_of(unexpected)}, which {own_class(model).__name__} does not have. "
-            "Use the model that it was saved from, key_mapping for other names, or strict=False to "
-            "leave them out."
-        )
+    is_number = local.is_floating_point() and local.numel()
+    return local.is_meta or bool(is_number and local.isnan().all())
 
 
 def _require_values(missing: Sequence[str], has_no_value: set[str], path: object) -> None:
@@ -525,7 +497,7 @@ def _require_values(missing: Sequence[str], has_no_value: set[str], path: object
 
 def _require_no_codes(
     targets: Sequence[Target],
-    stored: Mapping[str, StoredTensor | Joined],
+    stored: Mapping[str, Joined],
     unexpected: Sequence[str],
     path: object,
 ) -> None:
@@ -537,16 +509,6 @@ def _require_no_codes(
             f"{path} has {codes[0]} in float8 and {_first_of(unexpected)}, which the model would "
             "leave out though they may be scales; write the weights in another dtype first"
         )
-
-
-def _warn(model: nn.Module, path: object, keys: IncompatibleKeys) -> None:
-    """Name the differences on the first rank."""
-    if keys.missing_keys and is_first_rank():
-        _log.warning("%s has no %s: values are kept", path, _first_of(keys.missing_keys))
-    if keys.unexpected_keys and is_first_rank():
-        others = _first_of(keys.unexpected_keys)
-        name = own_class(model).__name__
-        _log.warning("%s has %s, which %s does not have: left out", path, others, name)
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -576,12 +538,7 @@ def _files(
     }
 
 
-def _finish(
-    model: nn.Module,
-    folder: Path,
-    files: Files,
-    dtype: torch.dtype | None,
-) -> None:
+def _finish(model: nn.Module, folder: Path, files: Files, dtype: torch.dtype | None) -> None:
     """Remove the files of an earlier save, and write the others."""
     if len(files) > 1:
         total = sum(each.num_bytes for _, places in files.values() for each in places.values())
@@ -594,10 +551,9 @@ def _finish(
         is_ours = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name)
         if is_ours and old.name not in files:
             old.unlink()
-    config = getattr(model, "config", None)
-    save_config: Callable[[Path], Any] | None = getattr(config, "save_pretrained", None)
-    if save_config is not None:
-        described: Any = deepcopy(config)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        described = deepcopy(config)
         described.architectures = [own_class(model).__name__]
         described.dtype = str(stored_dtype(next(model.parameters()), dtype)).removeprefix("torch.")
         described.save_pretrained(folder)

@@ -64,7 +64,7 @@ def rotated(source: Path) -> tuple[nn.Module, int]:
 
 @contextmanager
 def counted(call: str) -> Iterator[list[int]]:
-    """A context with the bytes of each call of `os.preadv` or `os.pwrite`."""
+    """A context with the bytes of each call of `os.preadv` or `os.pwritev`."""
     function, num_bytes = getattr(os, call), list[int]()
 
     def counting(fd: int, buffers: Any, offset: int) -> int:
@@ -78,7 +78,7 @@ def counted(call: str) -> Iterator[list[int]]:
 def passed_through(source: Path, target: Path) -> tuple[dict[str, Tensor], int, int, int]:
     """Whole parameters; bytes read, written, and of this rank's own shards; saves to ``target``."""
     model, num_read = rotated(source)
-    with counted("pwrite") as num_written:
+    with counted("pwritev") as num_written:
         pretrained.save_pretrained(model, target, max_file_bytes=MAX_FILE_BYTES)
     own = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     return whole_parameters(model), num_read, sum(num_written), own
@@ -133,7 +133,7 @@ def test_every_rank_says_why_weights_are_refused(
     last = max(tmp_path.glob("*.safetensors"))
     last.write_bytes(last.read_bytes()[:-1])
     for rejected, failed in ranks(2).run(refused, tmp_path):
-        assert rejected.startswith(f"rank 0: {last} has ")
+        assert rejected.startswith(f"rank 0: {last} is no whole safetensors file: ")
         assert failed.startswith("rank 0: creating the files of the weights failed: ")
 
 
@@ -258,7 +258,7 @@ def experts_passed_through(
     rotate_all(model, mesh=make_mesh("cpu"))
     with counted("preadv") as num_read:
         pretrained.load(model, source)
-    with counted("pwrite") as num_written:
+    with counted("pwritev") as num_written:
         pretrained.save_pretrained(model, target, max_file_bytes=MAX_FILE_BYTES)
     own = sum(local_of(each).nbytes for each in model.parameters())
     return whole_parameters(model), sum(num_read), sum(num_written), own

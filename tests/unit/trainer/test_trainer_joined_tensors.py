@@ -1,11 +1,16 @@
 """Tensors that consist of parts of others: what operators note, read and written by parts."""
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from gyre_trainer.shards.stored_weights import Joined, Piece
+from gyre_trainer.shards.stored_weights import Joined, Target, _write, box_of
+from gyre_trainer.shards.tensor_files import layout_of
+from safetensors.torch import load_file
 from torch import Tensor
 
 Join = Callable[[Sequence[Tensor]], Tensor]
@@ -35,51 +40,61 @@ def made() -> list[Tensor]:
     return [torch.arange(20.0).reshape(4, 5) + 100 * place for place in range(4)]
 
 
-def values_of(piece: Piece[Tensor]) -> Tensor:
-    box = piece.source[tuple(slice(*each) for each in piece.source_ranges)]
-    return piece.of_source(box)
+def joined(tensors: Sequence[Tensor], name: str) -> Joined:
+    found = JOINS[name]([Joined.whole(each, each.shape, each.dtype) for each in tensors])
+    assert isinstance(found, Joined)
+    return found
 
 
-def put(pieces: Sequence[Piece[Tensor]], shape: Sequence[int]) -> Tensor:
-    """The tensor that consists of these pieces; NaN where there is none."""
-    whole = torch.full(tuple(shape), torch.nan)
-    for piece in pieces:
-        whole[tuple(slice(*each) for each in piece.ranges)] = values_of(piece)
+def put(found: Joined) -> Tensor:
+    """The tensor that consists of boxes of its sources; NaN where there is none."""
+    whole = torch.full(tuple(found.shape), torch.nan)
+    for source, ranges, place in found.sources(whole):
+        place.copy_(box_of(source, ranges))
     return whole
 
 
 @pytest.mark.parametrize("name", JOINS)
-def test_pieces_are_where_the_values_are(name: str) -> None:
+def test_sources_are_where_the_values_are(name: str) -> None:
     tensors = made()
-    expected = JOINS[name](tensors)
-    found = JOINS[name]([Joined.whole(each, each.shape, each.dtype) for each in tensors])
-    assert isinstance(found, Joined)
+    expected, found = JOINS[name](tensors), joined(tensors, name)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(put(found.pieces, found.shape), expected)
+    assert torch.equal(put(found), expected)
     for dim, size in enumerate(expected.shape):  # each rank reads its part
-        for start, stop in pairwise((0, size // 3, size)):
+        for bounds in pairwise((0, size // 3, size)):
             ranges = [(0, each) for each in expected.shape]
-            ranges[dim] = start, stop
-            cuts = [cut for each in found.pieces if (cut := each.within(ranges))]
-            part = expected.narrow(dim, start, stop - start)
-            assert torch.equal(put(cuts, part.shape), part)
+            ranges[dim] = bounds
+            assert torch.equal(put(found.box(ranges)), box_of(expected, ranges))
 
 
 @pytest.mark.parametrize("name", JOINS)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_of_sources_are_written_once_each(name: str, dim: int) -> None:
+def test_parts_of_sources_are_written_once_each(tmp_path: Path, name: str, dim: int) -> None:
     """Ranks have parts of the sources, and write those parts of the whole that they have."""
-    tensors = made()
+    tensors, written = made(), list[int]()
     expected = JOINS[name](tensors)
-    found = JOINS[name]([Joined.whole(each, each.shape, each.dtype) for each in tensors])
-    assert isinstance(found, Joined)
-    cuts = []
-    for bounds in pairwise((0, 2, 3, tensors[0].shape[dim])):
-        ranges = [(0, size) for size in tensors[0].shape]
-        ranges[dim] = bounds
-        cuts += [cut for each in found.pieces if (cut := each.of_sources(ranges))]
-    assert torch.equal(put(cuts, expected.shape), expected)
-    assert sum(values_of(cut).numel() for cut in cuts) == expected.numel()
+    sizes = tuple(expected.shape)
+    header, places = layout_of(tmp_path / "file", [("x", sizes, torch.float32)])
+    (tmp_path / "file").write_bytes(header + bytes([255]) * expected.nbytes)
+
+    of_system = os.pwritev
+
+    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        written.append(of_system(fd, buffers, offset))
+        return written[-1]
+
+    for start, stop in pairwise((0, 2, 3, tensors[0].shape[dim])):
+        targets = []
+        for each in tensors:
+            ranges = [(0, size) for size in each.shape]
+            ranges[dim] = start, stop
+            targets.append(Target(("x",), each, box_of(each, ranges), tuple(ranges), True))
+        found = JOINS[name]([Joined.whole(t, t.whole.shape, t.whole.dtype) for t in targets])
+        assert isinstance(found, Joined)
+        with patch.object(os, "pwritev", write):
+            _write(tmp_path / "file", {"x": found}, places)
+    assert sum(written) == expected.nbytes
+    assert torch.equal(load_file(tmp_path / "file")["x"], expected)
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,24 @@
 Such a file is the length of its header (8 bytes, little-endian), the header in JSON, and the
 tensors' bytes, row-major and without gaps. See https://github.com/huggingface/safetensors.
 
-Files that others wrote, opened only where they are regular.
-
-To open a pipe waits for its other end, and a device may never end. Nothing here waits.
+Files that others wrote are opened only where they are regular: opening a pipe waits for its other
+end, and a device may never end.
 """
 
 import errno
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
-import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gyre_trainer.errors import CheckpointRejected
@@ -83,12 +82,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# The limit of the reference reader; a longer header is no header.
-_MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
-_METADATA = "__metadata__"
-_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_MAX_DIMS = 64  # torch prints and copies no tensor with more
+_MAX_NUMEL = 2**63 - 1  # of torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,120 +108,71 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Half-open ranges [start, stop) of all dims of a tensor of ``shape``."""
-
-    shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-
-    def runs(self, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Offset and length in bytes of each contiguous run in the whole tensor, in order."""
-        shape, ranges = self.shape or (1,), self.ranges or ((0, 1),)
-        strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
-        # the last cut dim: those after it are whole
-        last = max((dim for dim, size in enumerate(shape) if ranges[dim] != (0, size)), default=0)
-        start, stop = ranges[last]
-        if stop > start:
-            for indices in product(*(range(*each) for each in ranges[:last])):
-                offset = sum(map(mul, indices, strides)) + start * strides[last]
-                yield offset, (stop - start) * strides[last]
-
-
-class _Entry(msgspec.Struct):
-    """A header's entry of a tensor. Numbers are whole ones: neither 4.9 nor "4" is a size."""
-
-    dtype: str
-    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMS)]
-    data_offsets: tuple[_Size, _Size]
-
-
-_ENTRY_DECODER = msgspec.json.Decoder(_Entry)
-
-
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name.
+    """The tensors of a file, by name, in the order of their bytes.
 
     Raises:
         CheckpointRejected: it is no such file, or it is cut off; the message names it.
     """
+    tensors: dict[str, StoredTensor] = {}
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-                raise CheckpointRejected(f"{path} is no safetensors file, or it is cut off")
-            text = file.read(length)
+        # the library refuses gaps, overlaps, and sizes that do not add up to the file's
+        with open_regular(path) as file, safe_open(f"/proc/self/fd/{file.fileno()}", "np") as known:
+            offset = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            for name in known.offset_keys():
+                about = known.get_slice(name)
+                shape, dtype = tuple(about.get_shape()), about.get_dtype()
+                if dtype not in _DTYPES or prod(filter(None, shape)) > _MAX_NUMEL:
+                    raise CheckpointRejected(
+                        f"{path}: torch cannot hold {name}, {dtype} of shape {list(shape)}; "
+                        f"it holds {', '.join(_DTYPES)}"
+                    )
+                tensors[name] = StoredTensor(path, offset, shape, _DTYPES[dtype])
+                offset += tensors[name].num_bytes
     except OSError as error:
         raise CheckpointRejected(f"{path} cannot be read: {error.strerror}") from error
-    begin = _LENGTH_BYTES + length
-    try:
-        json.loads(text, object_pairs_hook=_check_unique)
-        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        msgspec.json.decode(header.pop(_METADATA, b"{}"), type=dict[str, str])
-        tensors = {name: _stored(path, begin, entry) for name, entry in header.items()}
-    except (ValueError, RecursionError) as error:
-        raise CheckpointRejected(f"{path} has no header of a safetensors file: {error}") from error
-    end = begin
-    for name, tensor in sorted(
-        tensors.items(), key=lambda each: (each[1].offset, each[1].num_bytes)
-    ):
-        if tensor.offset != end:
-            raise CheckpointRejected(f"{path}: the bytes of {name} overlap others, or leave a gap")
-        end += tensor.num_bytes
-    if end != size:
-        raise CheckpointRejected(f"{path} has {size} bytes where its header says {end}")
+    except SafetensorError as error:
+        raise CheckpointRejected(f"{path} is no whole safetensors file: {error}") from error
     return tensors
 
 
-def _check_unique(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse a JSON object that has a name twice: readers differ in the one they take."""
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise ValueError("a name occurs twice")
+def transfer(
+    call: Callable[[int, list[memoryview], int], int],
+    fd: int,
+    stored: StoredTensor,
+    box: Tensor,
+    values: Tensor,
+) -> None:
+    """Move elements of a stored tensor, and no other bytes, between its file and memory.
 
+    The library would map the file: where a mapped file becomes shorter, or is gone from its server,
+    SIGBUS ends the process, without an error that names the file.
 
-def _stored(path: Path, begin: int, text: msgspec.Raw) -> StoredTensor:
-    entry = _ENTRY_DECODER.decode(text)
-    if entry.dtype not in _DTYPES:
-        raise ValueError(f"the dtype {entry.dtype!r:.40} is none of {', '.join(_DTYPES)}")
-    start, stop = entry.data_offsets
-    tensor = StoredTensor(path, begin + start, entry.shape, _DTYPES[entry.dtype])
-    if stop - start != tensor.num_bytes:
-        raise ValueError(
-            f"{stop - start} bytes are not the {tensor.num_bytes} of {entry.dtype} {entry.shape}"
-        )
-    return tensor
-
-
-def read_part(fd: int, stored: StoredTensor, part: Part, into: Tensor) -> None:
-    """Read a part of a tensor, and no other bytes, into a contiguous CPU tensor of its dtype.
+    Args:
+        call: `os.preadv` or `os.pwritev`.
+        fd: the open file.
+        stored: the tensor.
+        box: the elements: a view, on `meta`, of a contiguous tensor of its shape.
+        values: on the CPU, contiguous, of the stored dtype, as many as ``box`` has.
 
     Raises:
-        CheckpointRejected: the file ends before the part does.
+        CheckpointRejected: the file ends before the elements do.
     """
-    memory, done = _bytes(into), 0
-    for offset, length in part.runs(stored.dtype.itemsize):
-        stop = done + length
+    memory = memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
+    box, itemsize = box.squeeze(), stored.dtype.itemsize
+    num_outer, run = box.dim(), itemsize  # the dims behind the outer ones have no gaps
+    while num_outer and box.stride(num_outer - 1) * itemsize == run:
+        num_outer -= 1
+        run *= box.shape[num_outer]
+    begin, strides, done = box.storage_offset(), box.stride()[:num_outer], 0
+    for indices in product(*map(range, box.shape[:num_outer])):
+        start = stored.offset + (begin + sum(map(mul, indices, strides))) * itemsize
+        stop = done + run
         while done < stop:
-            at = stored.offset + offset + length - (stop - done)
-            num_read = os.preadv(fd, [memory[done:stop]], at)
-            if not num_read:
+            num_moved = call(fd, [memory[done:stop]], start + run - (stop - done))
+            if not num_moved:
                 raise CheckpointRejected(f"{stored.path} became shorter while it was read")
-            done += num_read
-
-
-def write_part(fd: int, stored: StoredTensor, part: Part, values: Tensor) -> None:
-    """Write a contiguous CPU tensor of the stored dtype to the place of a part."""
-    memory, done = _bytes(values), 0
-    for offset, length in part.runs(stored.dtype.itemsize):
-        stop = done + length
-        while done < stop:
-            at = stored.offset + offset + length - (stop - done)
-            done += os.pwrite(fd, memory[done:stop], at)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+            done += num_moved
 
 
 def layout_of(
@@ -236,22 +182,15 @@ def layout_of(
 
     Wider dtypes come first, as the reference writer has it, so that all are aligned.
     """
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    places: dict[str, StoredTensor] = {}
-    offset = 0
-    for name, shape, dtype in sorted(tensors, key=lambda each: -each[2].itemsize):
-        stored = places[name] = StoredTensor(path, offset, shape, dtype)
-        stop = offset + stored.num_bytes
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, stop],
-        }
-        offset = stop
+    ordered = sorted(tensors, key=lambda each: -each[2].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends = [0, *accumulate(prod(shape) * dtype.itemsize for _, shape, dtype in ordered)]
+    for (name, shape, dtype), offsets in zip(ordered, pairwise(ends), strict=True):
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    begin = _LENGTH_BYTES + len(text)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {
-        name: StoredTensor(path, begin + each.offset, each.shape, each.dtype)
-        for name, each in places.items()
+    text = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return text, {
+        name: StoredTensor(path, len(text) + start, shape, dtype)
+        for (name, shape, dtype), start in zip(ordered, ends, strict=False)
     }
