@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -98,18 +97,11 @@ class Layout:
 
     def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
         """The half-open range of the cut dim that a piece holds."""
-        return self._bounds[cut.name][piece]
-
-    def _bounds_of(self, cut: Cut, piece: int) -> tuple[int, int]:
-        round_, index = divmod(piece, self.num_slices)
-        size = cut.shape[cut.dim]
-        start, stop = slice_bounds(size, index, self.num_slices)
-        largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
-        return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
+        return self.bounds_in[piece][cut.name]
 
     def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
         """The half-open ranges of all pieces, in the order of their numbers."""
-        return self._bounds[cut.name]
+        return [bounds[cut.name] for bounds in self.bounds_in]
 
     def numel(self, piece: int) -> int:
         """The number of elements of a piece; piece 0 is the largest."""
@@ -145,49 +137,42 @@ class Layout:
         return {}
 
     @cached_property
-    def _bounds(self) -> dict[str, list[tuple[int, int]]]:
-        num_pieces = self.num_slices * self.num_rounds
-        return {
-            cut.name: [self._bounds_of(cut, piece) for piece in range(num_pieces)]
-            for cut in self.cuts
-        }
-
-    @cached_property
     def bounds_in(self) -> list[dict[str, tuple[int, int]]]:
         """Of each piece, the half-open range of the cut dim of each parameter, by name."""
         num_pieces = self.num_slices * self.num_rounds
         return [
-            {name: bounds[piece] for name, bounds in self._bounds.items()}
+            {cut.name: self._bounds_of(cut, piece) for cut in self.cuts}
             for piece in range(num_pieces)
         ]
 
-    @cached_property
-    def _sizes(self) -> list[list[int]]:
-        return [list(map(prod, shapes)) for shapes in self._parts]
-
-    @cached_property
-    def _parts(self) -> list[list[tuple[int, ...]]]:
-        num_pieces = self.num_slices * self.num_rounds
-        return [[self._part_shape(cut, piece) for cut in self.cuts] for piece in range(num_pieces)]
+    def _bounds_of(self, cut: Cut, piece: int) -> tuple[int, int]:
+        round_, index = divmod(piece, self.num_slices)
+        size = cut.shape[cut.dim]
+        start, stop = slice_bounds(size, index, self.num_slices)
+        largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
+        return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
 
     @cached_property
     def _places(self) -> list[list[_Place]]:
         """Shape, stride and start of each shard in the buffer of each piece."""
-        return [
-            [
-                (shape, tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))), start)
-                for shape, start in zip(shapes, accumulate(sizes, initial=0), strict=False)
-            ]
-            for shapes, sizes in zip(self._parts, self._sizes, strict=True)
-        ]
+        places = list[list[_Place]]()
+        for bounds in self.bounds_in:
+            places.append([])
+            end = 0
+            for cut in self.cuts:
+                start, stop = bounds[cut.name]
+                shape = (*cut.shape[: cut.dim], stop - start, *cut.shape[cut.dim + 1 :])
+                places[-1].append((shape, _strides(shape), end))
+                end += prod(shape)
+        return places
 
     @cached_property
     def _numels(self) -> list[int]:
-        return list(map(sum, self._sizes))
+        return [sum(prod(shape) for shape, _, _ in places) for places in self._places]
 
-    def _part_shape(self, cut: Cut, piece: int) -> tuple[int, ...]:
-        start, stop = self.bounds(cut, piece)
-        return (*cut.shape[: cut.dim], stop - start, *cut.shape[cut.dim + 1 :])
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def slice_bounds(size: int, index: int, num_slices: int) -> tuple[int, int]:
@@ -281,10 +266,8 @@ def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """A DTensor of that shape, with ``local`` as this rank's part; no rank asks another."""
-    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
-    )
+    size, stride = torch.Size(shape), _strides(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,10 +510,15 @@ class GradientRing:
         """
         if self._here is None:
             flight, self._in_flight = self._in_flight, None
-            empty = flight is None
-            here = self._piece(piece) if flight is None else self._arrived(*flight)
+            if flight is None:
+                here = self._piece(piece)
+            else:
+                hop, sent, here = flight
+                hop.wait()
+                assert sent.buffer is not None
+                self._ring.pool.put(sent.buffer)
             parts = self._layout.views(here.flat, piece)
-            self._here = here, SliceGrad(parts, empty=empty, scale=self._scale)
+            self._here = here, SliceGrad(parts, empty=flight is None, scale=self._scale)
         return self._here[1]
 
     def send_on(self) -> None:
@@ -556,12 +544,6 @@ class GradientRing:
         """The own slice's gradient, flat and complete, in memory that belongs to the caller."""
         assert self._own is not None
         return self._own
-
-    def _arrived(self, hop: Hop, sent: _GradientPiece, arrived: _GradientPiece) -> _GradientPiece:
-        hop.wait()
-        assert sent.buffer is not None
-        self._ring.pool.put(sent.buffer)
-        return arrived
 
     def _piece(self, piece: int) -> _GradientPiece:
         """Memory for the gradient of ``piece``."""
