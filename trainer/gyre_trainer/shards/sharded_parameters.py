@@ -97,16 +97,15 @@ def refuse_hooks(parameter: Tensor) -> None:
         RotationError: there is such a hook.
     """
     hooks = gradient_hooks_of(parameter, accumulated=True)
-    if not all(isinstance(each, partial) and _is_own(each.func) for each in hooks):
+    if not all(
+        isinstance(each, partial) and each.func.__module__.startswith("gyre_trainer.")
+        for each in hooks
+    ):
         raise RotationError(
             f"a parameter of shape {tuple(parameter.shape)} has a hook on its accumulated gradient "
             "(register_post_accumulate_grad_hook), which torch calls before that is averaged. Take "
             "the optimizer's step after backward"
         )
-
-
-def _is_own(function: Callable[..., Any]) -> bool:
-    return function.__module__.startswith("gyre_trainer.")
 
 
 Watch = Callable[[Sequence[nn.Parameter]], None]
@@ -215,13 +214,6 @@ def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
     return sharded
 
 
-def lies_in_shards(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is that of a rank's shards; it takes a look at all modules."""
-    found = {reference() for reference, _ in _SHARDED.values()}  # type: ignore[no-untyped-call]
-    addresses = {each.flat.untyped_storage().data_ptr() for each in found if each is not None}
-    return bool(tensor.numel()) and tensor.untyped_storage().data_ptr() in addresses
-
-
 def shard_parameters(
     sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh
 ) -> ShardedParameters:
@@ -251,6 +243,11 @@ def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
     return copied
 
 
+def _lies_in_shards(tensor: Tensor) -> bool:
+    found = {reference() for reference, _ in _SHARDED.values()}  # type: ignore[no-untyped-call]
+    return any(each is not None and same_storage(tensor, each.flat) for each in found)
+
+
 def note_rewritten(parameters: Iterable[nn.Parameter]) -> None:
     """Raise the versions of those that are sharded: all of their values are others."""
     for sharded in dict.fromkeys(map(sharded_parameters_of, parameters)):
@@ -267,6 +264,7 @@ def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) ->
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+@cache
 def support_dtensors() -> None:
     """From now on these operators accept DTensors, or name a remedy, in this process.
 
@@ -276,11 +274,8 @@ def support_dtensors() -> None:
     handlers = dtensor_handlers()
     for operator in _DRAWS:
         handlers.setdefault(operator, _drawn)
-    of_torch = handlers[_UNSCALE]
-    if not isinstance(of_torch, _ShardsFirst):
-        handlers[_UNSCALE] = _ShardsFirst(of_torch)
-    if DTensor.full_tensor is not _full_tensor:
-        DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
+    handlers[_UNSCALE] = partial(_shards_first, handlers[_UNSCALE])
+    DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
 
 
 _of_torch = DTensor.full_tensor
@@ -298,17 +293,13 @@ def _full_tensor(
     return _of_torch(self, grad_placements=grad_placements)
 
 
-class _ShardsFirst:
+def _shards_first(
+    of_torch: Callable[..., object], op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]
+) -> object:
     """Torch's handler, called with the shards before the replicated gradients."""
-
-    def __init__(self, of_torch: Callable[..., object]) -> None:
-        self._of_torch = of_torch
-
-    def __call__(self, op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-        """Unscale the gradients in place, and note whether one of any rank is infinite."""
-        grads, *others = args
-        ordered = sorted(grads, key=lambda grad: not any(map(Placement.is_shard, grad.placements)))
-        return self._of_torch(op_call, (ordered, *others), kwargs)
+    grads, *others = args
+    ordered = sorted(grads, key=lambda grad: not any(map(Placement.is_shard, grad.placements)))
+    return of_torch(op_call, (ordered, *others), kwargs)
 
 
 _aten = torch.ops.aten
@@ -328,7 +319,7 @@ _DRAWS = (
 
 def _drawn(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     target = args[0]
-    if isinstance(target, DTensor) and lies_in_shards(shard_of(target)):
+    if isinstance(target, DTensor) and _lies_in_shards(shard_of(target)):
         raise RotationError(
             "a sharded parameter cannot be initialised by random numbers: each rank would draw the "
             f"same ones for other rows (got {op_call!s} of shape "
