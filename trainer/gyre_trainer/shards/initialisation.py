@@ -9,11 +9,11 @@ values are those of a single process, and a rank holds one module's parameters w
 
 Buffers of models that were built on `meta`, such as the frequencies of rotary positions, are in no
 checkpoint; a module's constructor computes them. So the constructor runs again, for those modules
-alone. Some modules keep such tensors without registering them (CodeGen); they are made likewise.
+alone. Some modules keep such tensors without registering them (CodeGen).
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from gyre_trainer.torch_internals import (
 )
 
 _Init = Callable[[nn.Module], object]
+_Fill = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,24 @@ def _fill(model: nn.Module, seed: int) -> None:
     """
     targets = _targets(model)
     left = dict(targets)
-    with torch.random.fork_rng(devices=[]), _replaced(targets.values()):
-        torch.default_generator.manual_seed(seed)
-        for path, module, init in _calls("", model, None, _seen(model)):
-            if init is not None:
-                _take(init, path, module, list(targets.values()), left)
-        given = targets.keys() - left.keys()
-        for path, module, _ in _calls("", model, None, set()):
-            if left.keys() & module.parameters(recurse=False):
-                inside = [targets[each] for each in module.parameters() if each not in given]
-                _take(_reset, path, module, inside, left)
-        _begin_adapters(model, targets, left)
+    for target in targets.values():
+        target.put(target.twin)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            has_marks = callable(getattr(model, "_initialize_weights", None))
+            for path, module, init in _calls("", model, None, set() if has_marks else None):
+                if init is not None:
+                    _take(init, path, module, list(targets.values()), left)
+            given = targets.keys() - left.keys()
+            for path, module, _ in _calls("", model, None, set()):
+                if left.keys() & module.parameters(recurse=False):
+                    inside = [targets[each] for each in module.parameters() if each not in given]
+                    _take(_reset, path, module, inside, left)
+            _begin_adapters(model, targets, left)
+    finally:
+        for target in targets.values():
+            target.put(target.parameter)
     for target in left.values():
         raise RotationError(
             f"parameter {target.name} has no initial values; give "
@@ -168,7 +176,12 @@ def _take(
 ) -> None:
     """Take this rank's shards of parameters that a call changes and whose first place is inside."""
     changed = _changed_by(init, module, targets)
-    wholes = [_whole(target) for target in changed]
+    wholes = [
+        nn.Parameter(torch.full(each.parameter.shape, torch.nan, dtype=each.parameter.dtype))
+        for each in changed
+    ]
+    for target, whole in zip(changed, wholes, strict=True):
+        target.put(whole)
     init(module)
     for target, whole in zip(changed, wholes, strict=True):
         target.put(target.twin)
@@ -191,30 +204,13 @@ def _targets(model: nn.Module) -> dict[nn.Parameter, _Target]:
     return {target.twin: target for target in found.values()}
 
 
-@contextmanager
-def _replaced(targets: Collection[_Target]) -> Iterator[None]:
-    """A context in which the twins are the model's parameters."""
-    for target in targets:
-        target.put(target.twin)
-    try:
-        yield
-    finally:
-        for target in targets:
-            target.put(target.parameter)
-
-
-def _seen(model: nn.Module) -> set[nn.Module] | None:
-    """Takes the modules that had their turn, where the library marks them; None without marks."""
-    return set() if callable(getattr(model, "_initialize_weights", None)) else None
-
-
 def _calls(
     path: str, module: nn.Module, init: _Init | None, seen: set[nn.Module] | None
 ) -> Iterator[tuple[str, nn.Module, _Init | None]]:
     """The calls of `_init_weights`, in their order; a module that has its own uses that.
 
     A module in several places is initialised once where there is a set for those ``seen``, as the
-    library does it, and else at each place, as `Module.apply` does.
+    library does it if it marks them, and else at each place, as `Module.apply` does.
     """
     init = getattr(module, "_init_weights", init)
     for name, child in module.named_children():
@@ -233,18 +229,13 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         is_in_place = func.name().partition(".")[0].endswith("_")  # by torch's convention
-        written = args[0] if is_in_place else (kwargs or {}).get("out")
+        written = args[0] if is_in_place else kwargs.get("out")
         if isinstance(written, Tensor):
             self.storages.add(storage_number(written))
-        return func(*args, **kwargs or {})
+        return func(*args, **kwargs)
 
 
 # Of `torch.nn.init`: they return a tensor on `meta` as it is, so nothing shows that it changes.
@@ -254,20 +245,18 @@ _IDLE_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 @contextmanager
 def _writing_on_meta() -> Iterator[None]:
     """A context in which all of `torch.nn.init` writes to tensors on `meta`, too."""
-    of_torch = {name: getattr(nn.init, name) for name in _IDLE_ON_META}
+
+    def written(function: _Fill, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor.zero_() if tensor.is_meta else function(tensor, *args, **kwargs)
+
+    of_torch: dict[str, _Fill] = {name: getattr(nn.init, name) for name in _IDLE_ON_META}
     for name, function in of_torch.items():
-        setattr(nn.init, name, partial(_written_on_meta, function))
+        setattr(nn.init, name, partial(written, function))
     try:
         yield
     finally:
         for name, function in of_torch.items():
             setattr(nn.init, name, function)
-
-
-def _written_on_meta(
-    function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    return tensor.zero_() if tensor.is_meta else function(tensor, *args, **kwargs)
 
 
 def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> list[_Target]:
@@ -296,21 +285,12 @@ def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> l
     ]
 
 
-def _whole(target: _Target) -> nn.Parameter:
-    """Memory for the whole parameter, in its place; NaN."""
-    whole = torch.full(target.parameter.shape, torch.nan, dtype=target.parameter.dtype)
-    parameter = nn.Parameter(whole)
-    target.put(parameter)
-    return parameter
-
-
 def _take_shard(target: _Target, whole: Tensor, init: _Init) -> None:
     parameter = target.parameter
-    if not isinstance(parameter, DTensor):
-        local, own = parameter.data, whole
-    else:
-        local, own, place = parameter.to_local(), whole, place_of(parameter)
-        if place is not None:
+    local, own = parameter.data, whole
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        if (place := place_of(parameter)) is not None:
             own = whole.narrow(place.dim, place.start, place.stop - place.start)
     if not is_fake(own) and bool(own.sum().isnan()):  # without a mask as large as the parameter
         raise RotationError(
@@ -324,28 +304,6 @@ def _name_of(init: _Init) -> str:
     return "reset_parameters" if init is _reset else "_init_weights"
 
 
-def make_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers that are on `meta`, as the constructors of their modules do.
-
-    So are other tensors that modules keep, but for parameters.
-
-    That takes a module whose constructor requires a `config` alone, as transformers' do: the one
-    with the buffer, or the nearest one around it. The configuration is the one that it keeps, or
-    else that of the nearest module around it.
-
-    Raises:
-        RotationError: a module is made in another way, or with another configuration; the message
-            names the buffer.
-    """
-    constructed: dict[str, nn.Module | Exception] = {}
-    for path, module in list(model.named_modules()):
-        kept = {**_buffers_of(module), **vars(module)}
-        names = [name for name, tensor in kept.items() if _is_on_meta(tensor)]
-        if names:
-            name = f"{path}.{names[0]}".removeprefix(".")
-            _take_tensors(module, _made_again(model, path, name, constructed), device)
-
-
 def _is_on_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
@@ -354,12 +312,6 @@ def _outwards(path: str) -> list[str]:
     """The paths of a module and of those around it, the model's "" last."""
     names = path.split(".") if path else []
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
-
-
-def _nearest_config(model: nn.Module, path: str) -> Any:
-    """The `config` of the module at ``path``, or of the nearest one around it; None without one."""
-    configs = (getattr(model.get_submodule(each), "config", None) for each in _outwards(path))
-    return next((config for config in configs if config is not None), None)
 
 
 def _made_again(
@@ -408,7 +360,9 @@ def _constructed(model: nn.Module, path: str) -> nn.Module | Exception:
     It is on the CPU; its parameters are on `meta`. Random numbers that it draws are drawn again
     later.
     """
-    module, config = model.get_submodule(path), _nearest_config(model, path)
+    module = model.get_submodule(path)
+    configs = (getattr(model.get_submodule(each), "config", None) for each in _outwards(path))
+    config = next((config for config in configs if config is not None), None)
     accepted = inspect.signature(_own_class(module)).parameters
     required = {
         parameter.name
@@ -552,12 +506,24 @@ def _require_one_seed(model: nn.Module, seed: int) -> None:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give parameters on `meta` memory, and compute buffers; tied parameters stay tied.
+    """Give parameters on `meta` memory; tied parameters stay tied.
+
+    Other tensors on `meta` that modules keep, such as buffers, are computed by the constructors of
+    their modules. That takes a module whose constructor requires a `config` alone, as transformers'
+    do: the one with the tensor, or the nearest one around it. The configuration is the one that it
+    keeps, or else that of the nearest module around it.
 
     Raises:
-        RotationError: a buffer on `meta` cannot be made; the message names it.
+        RotationError: a module is made in another way, or with another configuration; the message
+            names the buffer.
     """
-    make_buffers(model, device)
+    constructed: dict[str, nn.Module | Exception] = {}
+    for path, module in list(model.named_modules()):
+        kept = {**_buffers_of(module), **vars(module)}
+        names = [name for name, tensor in kept.items() if _is_on_meta(tensor)]
+        if names:
+            name = f"{path}.{names[0]}".removeprefix(".")
+            _take_tensors(module, _made_again(model, path, name, constructed), device)
     real: dict[nn.Parameter, nn.Parameter] = {}
     for path, child in model.named_modules():
         for name, parameter in list(parameters_of(child).items()):
