@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gyre_trainer.optimizers.shard import load_as_saved, loss_of, own_shard_of, shaped_like
+from gyre_trainer.optimizers.shard import KeepsSavedDtypes, loss_of, own_shard_of, shaped_like
 from gyre_trainer.shards.layout import local_of
 
 # Entries that share a scale: more make codes less exact, fewer take more than 1/64 of a byte each.
@@ -28,7 +27,7 @@ _MIN_NUMEL = 4096
 _MEAN, _ROOT = "exp_avg", "exp_avg_sq_root"
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(KeepsSavedDtypes):
     """`torch.optim.AdamW` with moments of 8 bits, for rotated and for plain models.
 
     Vectors, and parameters of fewer than 4,096 elements, keep moments in float32. A step takes one
@@ -61,10 +60,6 @@ class AdamW8bit(Optimizer):
                 if parameter.grad is not None:
                     self._step(parameter, group)
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states as they were saved: codes stay bytes."""
-        load_as_saved(self, super().load_state_dict, state_dict)
 
     def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None

@@ -84,23 +84,18 @@ def shaped_like(parameter: Tensor, dim: int, length: int, dtype: torch.dtype) ->
     return as_dtensor(zeros, parameter.device_mesh, placements, shape)
 
 
-def load_as_saved(
-    optimizer: Optimizer, load: Callable[[dict[str, Any]], object], state_dict: dict[str, Any]
-) -> None:
-    """Load states in the dtypes that they were saved in; torch casts them to their parameter's.
+class KeepsSavedDtypes(Optimizer):
+    """Mixed in before an optimizer whose states have other dtypes than their parameters."""
 
-    Args:
-        optimizer: that takes the states.
-        load: torch's own method.
-        state_dict: as `state_dict` gave it.
-    """
-    load(state_dict)
-    numbers = [each for group in state_dict["param_groups"] for each in group["params"]]
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for name, value in state_dict["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.dtype != optimizer.state[parameter][name].dtype:
-                optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states in the dtypes that they were saved in, where torch casts them."""
+        super().load_state_dict(state_dict)
+        numbers = [each for group in state_dict["param_groups"] for each in group["params"]]
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dtype != self.state[parameter][name].dtype:
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
 def keep_saved_states(

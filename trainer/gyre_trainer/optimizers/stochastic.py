@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gyre_trainer.optimizers.shard import load_as_saved, loss_of
+from gyre_trainer.optimizers.shard import KeepsSavedDtypes, loss_of
 from gyre_trainer.shards.layout import local_of, place_of
 
 _NUM_DROPPED_BITS = 16  # of float32, next to bfloat16
@@ -57,7 +57,7 @@ def stochastically_rounded(kind: type[Optimizer]) -> Any:
     return type(f"StochasticallyRounded{kind.__name__}", (_StochasticRounding, kind), own)
 
 
-class _StochasticRounding(Optimizer):
+class _StochasticRounding(KeepsSavedDtypes):
     """Mixed in before an optimizer's class."""
 
     step_of_kind: Callable[[Optimizer], Any]
@@ -113,10 +113,6 @@ class _StochasticRounding(Optimizer):
         )
         local_of(parameter.detach()).copy_(rounded(local, noise))
         torch.autograd.graph.increment_version(parameter)  # writes to a shard do not raise it
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states as they were saved; torch would cast them to their parameter's dtype."""
-        load_as_saved(self, super().load_state_dict, state_dict)
 
 
 def _generator(local: Tensor, *key: Any) -> torch.Generator:
