@@ -18,10 +18,8 @@ other. A rank that has waited for the same hop at two looks writes its identity,
 others. All ranks make the same hops, so those of one number must have one identity. Once
 there is a verdict, the thread of each rank ends its waits.
 
-Why a ring failed, as the first rank that knows it tells all others through their store.
-
-A rank that ends because of a failure is itself missing to the others, so what they would find out
-later is about the consequences.
+There is one verdict, the first: a rank that ends because of a failure is itself missing to the
+others, which would later find out about the consequences.
 """
 
 import json
@@ -164,7 +162,7 @@ class HangDiagnosis:
         # How many waits for hops have ended, and the identity of the present one, or 0: one pair,
         # because a thread reads it at any time.
         self._hop = 0, 0
-        self._end_waits: Callable[[], Callable[[], object] | None] = _nothing
+        self._end_waits: Callable[[], Callable[[], object] | None] = lambda: None
         self._ends_hops_alone = True
         self._store: Store | None = None
         self._verdict: Verdict | None = None
@@ -174,8 +172,8 @@ class HangDiagnosis:
             store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]
             self._store = PrefixStore(f"gyre hang diagnosis of {name}", store)
             # An earlier group with this store and this name may have left one.
-            for key in (str(self._rank), _hop_of(self._rank)):
-                self._store.delete_key(key)
+            self._store.delete_key(str(self._rank))
+            self._store.delete_key(_hop_of(self._rank))
             self._verdicts = Verdicts(self._store, self._rank, self._ranks)
             stop, name = threading.Event(), "gyre hang diagnosis"
             arguments = weakref.ref(self), stop
@@ -339,9 +337,6 @@ class HangDiagnosis:
         answered = [rank for rank in self._ranks if rank not in missing]
         progress = {rank: RankProgress(**json.loads(store.get(str(rank)))) for rank in answered}
         return Verdict(diagnose(progress, missing), missing=missing)
-
-
-def _nothing() -> None: ...
 
 
 def _hop_of(rank: int) -> str:

@@ -3,16 +3,13 @@
 Two ranks that call different modules of one shape would exchange weights without an error, and
 compute with the wrong ones.
 
-Ranges in a profiler's trace for what a rotation does; without a profiler, one check each.
-
-Numbers that a device has and that a step must find as expected, read once a step.
-
-A host that read each number when it arrives would wait for the device. So the numbers stay there,
-side by side, until just before the optimizer's step, which would spread an error.
-
 Also here:
 
 * Transient buffers that slices and their gradients travel in, and the room behind them.
+* Ranges in a profiler's trace for what a rotation does; without a profiler, one check each.
+* Numbers that a device has and that a step must find as expected. A host that read each when it
+  arrives would wait for the device, so they stay there until just before the optimizer's step,
+  which would spread an error.
 
 [Note: The number behind a buffer]
 

@@ -131,7 +131,7 @@ class ProcessGroupTransport:
         return list(zip(waits, (leg.description for leg in legs), strict=True))
 
     def give_up(self) -> None:
-        """End this rank's connections, so that waits of both ends fail, now and later.
+        """End this rank's connections for good, so that waits of both ends fail.
 
         NCCL has a call for that. Gloo closes all of them where a wait passes its timeout
         (`UnboundBuffer::waitRecv`).
@@ -323,7 +323,7 @@ class Hop:
     def _fail(self, failure: RingError | RotationError, cause: Exception | None = None) -> NoReturn:
         """End the waits of all ranks, which find the same reason, and raise ``failure``."""
         self._failed = failure
-        self._ring.give_up()
+        self._ring.transport.give_up()
         raise failure from cause
 
 
@@ -347,8 +347,6 @@ class Ring:
         in_flight: the hops that were not waited for, in the order of their start.
         checks: identities and guards that the optimizer's step waits for.
         bytes_sent: bytes of weights and gradients that this rank has sent since the ring was made.
-        modules: those that rotate, or did, on these ranks.
-        hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
     """
 
     def __init__(
@@ -438,7 +436,7 @@ class Ring:
         try:
             return self.transport.start(legs, stream) if legs else []
         except (RingError, RotationError):
-            self.give_up()
+            self.transport.give_up()
             raise
 
     def largest(self, value: int, identity: int) -> int:
@@ -486,12 +484,8 @@ class Ring:
         """
         error = self.hang_diagnosis.mispaired(what, self._difference(identity, source, theirs))
         self.checks.forget()
-        self.give_up()
-        raise error
-
-    def give_up(self) -> None:
-        """Let every wait of the neighbours fail; the hang diagnosis knows why. For good."""
         self.transport.give_up()
+        raise error
 
     def _difference(self, identity: int, source: int, theirs: int) -> str:
         if differ_in_trained(identity, theirs):
@@ -581,7 +575,7 @@ def _read_checks(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
 def abort_all() -> None:
     """Abort the process groups of all rings, so that neither this rank nor another waits on."""
     for ring in tuple(_RINGS.values()):
-        ring.give_up()
+        ring.transport.give_up()
 
 
 def collective(what: str) -> AbstractContextManager[object]:
