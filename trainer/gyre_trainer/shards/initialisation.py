@@ -13,7 +13,7 @@ alone. Some modules keep such tensors without registering them (CodeGen).
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,24 +81,18 @@ def _fill(model: nn.Module, seed: int) -> None:
     """
     targets = _targets(model)
     left = dict(targets)
-    for target in targets.values():
-        target.put(target.twin)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            has_marks = callable(getattr(model, "_initialize_weights", None))
-            for path, module, init in _calls("", model, None, set() if has_marks else None):
-                if init is not None:
-                    _take(init, path, module, list(targets.values()), left)
-            given = targets.keys() - left.keys()
-            for path, module, _ in _calls("", model, None, set()):
-                if left.keys() & module.parameters(recurse=False):
-                    inside = [targets[each] for each in module.parameters() if each not in given]
-                    _take(_reset, path, module, inside, left)
-            _begin_adapters(model, targets, left)
-    finally:
-        for target in targets.values():
-            target.put(target.parameter)
+    with torch.random.fork_rng(devices=[]), _replaced(targets.values()):
+        torch.default_generator.manual_seed(seed)
+        has_marks = callable(getattr(model, "_initialize_weights", None))
+        for path, module, init in _calls("", model, None, set() if has_marks else None):
+            if init is not None:
+                _take(init, path, module, list(targets.values()), left)
+        given = targets.keys() - left.keys()
+        for path, module, _ in _calls("", model, None, set()):
+            if left.keys() & module.parameters(recurse=False):
+                inside = [targets[each] for each in module.parameters() if each not in given]
+                _take(_reset, path, module, inside, left)
+        _begin_adapters(model, targets, left)
     for target in left.values():
         raise RotationError(
             f"parameter {target.name} has no initial values; give "
@@ -202,6 +196,18 @@ def _targets(model: nn.Module) -> dict[nn.Parameter, _Target]:
                 found[parameter] = _Target(parameter, nn.Parameter(meta), [])
             found[parameter].places.append((path, module, name))
     return {target.twin: target for target in found.values()}
+
+
+@contextmanager
+def _replaced(targets: Collection[_Target]) -> Iterator[None]:
+    """A context in which the twins are the model's parameters."""
+    for target in targets:
+        target.put(target.twin)
+    try:
+        yield
+    finally:
+        for target in targets:
+            target.put(target.parameter)
 
 
 def _calls(
