@@ -535,8 +535,8 @@ def _require_whole(path: Path, files: Files) -> None:
     """Refuse a checkpoint with a damaged file, on every rank; the ranks share the files."""
     own = dict([*sorted(files.items())][dist.get_rank() :: dist.get_world_size()])
     everyone = _on_all_ranks(lambda: damage(path, own))
-    if damage := next(filter(None, everyone), ""):
-        raise _rejection(path, damage)
+    if found := next(filter(None, everyone), ""):
+        raise _rejection(path, found)
 
 
 def _on_first_rank(act: Callable[[], None]) -> None:
