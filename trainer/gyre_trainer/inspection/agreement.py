@@ -8,10 +8,9 @@ A rank that refuses alone goes on without the module's hops. The others would wa
 the timeout, if its process lives on. The ring stays usable.
 """
 
-from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import chain
-from typing import Any, TypeVar
+from itertools import chain, zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,6 @@ from gyre_trainer.shards.layout import digest_of
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 from gyre_trainer.torch_internals import is_fake
 
-_Here = TypeVar("_Here")
-
 
 def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     """Return if every rank on the mesh has the same parameters, cut alike, under the same policies.
@@ -40,20 +37,28 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         RotationError: on every rank, with the first difference between two ranks.
     """
-    here = _parameters(model), _policies(model), _values(model)
-    digest = int.from_bytes(
-        blake2b("\n".join(chain(*here)).encode(), digest_size=7).digest(), "little"
-    )
+    here = _described(model)
+    text = "\n".join(chain(*here))
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
     extremes = torch.tensor([digest, -digest], device=mesh.device_type)
     for group in groups_of(mesh):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     # A dry run has no other ranks.
     if is_fake(extremes) or extremes.sum().item() == 0:
         return
-    everyone = _gathered((dist.get_rank(), here), mesh)
-    ranks = [rank for rank, _ in everyone]
-    parts = zip(*(each for _, each in everyone), strict=True)
-    difference = next(filter(None, (_difference(ranks, descriptions) for descriptions in parts)))
+    everyone = [(dist.get_rank(), here)]
+    for group in groups_of(mesh):
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, everyone, group=group)
+        everyone = list(chain.from_iterable(gathered))
+    first, descriptions = everyone[0]
+    difference = next(
+        f"on rank {first} {one}, but on rank {rank} {another}"
+        for place, lines in enumerate(descriptions)
+        for rank, others in everyone
+        for one, another in zip_longest(lines, others[place], fillvalue=_NO_MORE)
+        if one != another
+    )
     advice = (
         "; give every rank the same values, or take those of one with sync_from=0"
         if "has values of digest" in difference
@@ -71,74 +76,33 @@ def count_alike(mesh: DeviceMesh) -> None:
     ring.modules.count = ring.largest(ring.modules.count, 0)
 
 
-def _gathered(here: _Here, mesh: DeviceMesh) -> list[_Here]:
-    """Every rank's value, in the order of the mesh."""
-    gathered = [here]
-    for group in groups_of(mesh):
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, gathered, group=group)
-        gathered = list(chain.from_iterable(parts))
-    return gathered
+_NO_MORE = "there is no more parameter"
 
 
-def _parameters(model: nn.Module) -> list[str]:
-    """A line that describes each parameter."""
-    lines = []
+def _described(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    """Lines for parameters, for policies of rotated modules, and for values of parameters."""
+    parameters, policies, values = [], [], []
     for path, module in model.named_modules():
+        kind = own_class(module).__name__
         for name, parameter in module.named_parameters(recurse=False):
             cut = f", cut {parameter.placements[-1]}" if isinstance(parameter, DTensor) else ""
             state = "trains" if parameter.requires_grad else "is frozen"
-            where = f"{path}.{name}".removeprefix(".")
-            kind = f"{parameter.dtype} on {parameter.device.type}, {state}{cut}"
-            lines.append(
-                f"{where} of {own_class(module).__name__} is {tuple(parameter.shape)} {kind}"
+            parameters.append(
+                f"{path}.{name}".removeprefix(".")
+                + f" of {kind} is {tuple(parameter.shape)} {parameter.dtype} "
+                f"on {parameter.device.type}, {state}{cut}"
             )
-    return lines
-
-
-def _values(model: nn.Module) -> list[str]:
-    """A line for each parameter that tells its values apart; those of shards are of the whole."""
-    lines = []
+        if isinstance(module, RotatedModule):
+            policies.append(f"{path or kind} rotates with {module.rotation.policy}")
     for name, parameter in model.named_parameters():
         sharded = sharded_parameters_of(parameter)
-        if sharded is not None:
+        if sharded is not None:  # those of shards are of the whole
             pairs = zip(sharded.parameters, sharded.digests, strict=True)
             digest = next((digest for other, digest in pairs if other is parameter), 0)
         else:
             digest = 0 if isinstance(parameter, DTensor) else digest_of(parameter)
-        lines.append(f"{name} has values of digest {digest:012x}")
-    return lines
-
-
-def _policies(model: nn.Module) -> list[str]:
-    """A line that describes the policy of each rotated module."""
-    rotated = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, RotatedModule)
-    ]
-    return [
-        f"{path or type(module).__name__} rotates with {module.rotation.policy}"
-        for path, module in rotated
-    ]
-
-
-def _difference(ranks: Sequence[int], descriptions: Sequence[list[str]]) -> str:
-    """The first difference between the first rank and another one; "" where there is none."""
-    first = descriptions[0]
-    for rank, other in zip(ranks, descriptions, strict=True):
-        longest = max(len(first), len(other))
-        pairs = zip(
-            *(
-                each + ["there is no more parameter"] * (longest - len(each))
-                for each in (first, other)
-            ),
-            strict=True,
-        )
-        for one, another in pairs:
-            if one != another:
-                return f"on rank {ranks[0]} {one}, but on rank {rank} {another}"
-    return ""
+        values.append(f"{name} has values of digest {digest:012x}")
+    return parameters, policies, values
 
 
 def require_all_ranks(mesh: DeviceMesh, *, independent: bool) -> None:
