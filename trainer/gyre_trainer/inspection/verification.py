@@ -6,7 +6,7 @@ layer that begins as zero: the next call is compared, too. Zeros next to other o
 matrix is zero: T5's attention returns the positions' biases, which it may not have.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -31,14 +31,6 @@ from gyre_trainer.torch_internals import (
     tree_map_only,
     uncompiled,
 )
-
-
-def largest_finite(tensor: Tensor) -> float:
-    """The largest magnitude among the finite values; 0 where there is none."""
-    if not tensor.numel():  # an expert without tokens
-        return 0.0
-    return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max().item())
-
 
 # Relative to the largest value. Sums in another order differ by far less, a wrong rule by far more.
 # Norms of `transformers` compute in float32, even of float64.
@@ -75,10 +67,11 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
         )
     tolerance = _TOLERANCE.get(_dtype_of(rotation), _TOLERANCE_OF_OTHERS)
     for place, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if not reason and not _close(one, other, tolerance):
+        difference = _difference(one, other, tolerance)
+        if difference and not reason:
             reason = (
                 f"{rotation.name} computes something else when it rotates: output {place} is "
-                f"{_off(one, other)}; its rule does not fit it, or its forward reads sizes that a "
+                f"{difference}; its rule does not fit it, or its forward reads sizes that a "
                 "slice does not have. Keep residuals, norms, activations and dropout after the "
                 "last layer outside of the rotated module"
             )
@@ -107,31 +100,26 @@ def _whole_output(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
     parameters = {name: parameter_at(module, name) for name in names}
     owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in names}
     left = {each for each in owners.values() if isinstance(each, nn.Linear) and each is not module}
+    layers = frozenset(left)
     args, kwargs = tree_map_only(Tensor, lambda each: cast(each, dtype), (args, kwargs))
 
-    def whole(layer: nn.Module | None) -> dict[str, Tensor]:
-        """Those of a layer; without one, those of no such layer."""
-        return {
-            name: cast(_full(parameters[name]), dtype)
-            for name, owner in owners.items()
-            if (owner if owner in layers else None) is layer
-        }
+    def whole(names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: cast(_full(parameters[name]), dtype) for name in names}
 
     def called(layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         left.discard(layer)
-        with swapped(module, whole(layer)):
+        with swapped(module, whole(name for name in names if owners[name] is layer)):
             return forward(*args, **kwargs)
 
-    layers = frozenset(left)
-    missing = {name: _nan_like(parameters[name], dtype) for name in names if owners[name] in layers}
+    nan = {name: _nan_like(parameters[name], dtype) for name in names if owners[name] in layers}
     with ExitStack() as stack:
-        stack.enter_context(swapped(module, missing | whole(None)))
+        stack.enter_context(swapped(module, nan | whole(name for name in names if name not in nan)))
         for layer in layers:
             vars(layer)["forward"] = partial(called, layer, layer.forward)
             stack.callback(vars(layer).pop, "forward")
         output = rotation.forward(*args, **kwargs)
     if left:
-        with swapped(module, {name: cast(_full(parameters[name]), dtype) for name in names}):
+        with swapped(module, whole(names)):
             output = rotation.forward(*args, **kwargs)
     return output
 
@@ -158,23 +146,24 @@ def _dtype_of(rotation: Rotation) -> torch.dtype:
     return rotation.policy.compute_dtype or rotation.sharded.flat.dtype
 
 
-def _off(found: Tensor, expected: Tensor) -> str:
-    """How they differ, for a message."""
+def _difference(found: Tensor, expected: Tensor, tolerance: float) -> str:
+    """How they differ, if by more than rounding; values that are not finite must be the same."""
     if found.shape != expected.shape:
         return f"of shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    found, largest = found.to(expected.dtype), _largest_finite(expected)
+    if torch.allclose(found, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+        return ""
     if (found.isfinite() != expected.isfinite()).any():
         return "finite in other places"
-    off, largest = largest_finite(found - expected), largest_finite(expected)
+    off = _largest_finite(found - expected)
     return f"off by {off:.2g} where its largest value is {largest:.2g}"
 
 
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether they are equal but for rounding, with the same values that are not finite."""
-    if found.shape != expected.shape:
-        return False
-    atol = tolerance * largest_finite(expected)
-    found = found.to(expected.dtype)
-    return torch.allclose(found, expected, rtol=tolerance, atol=atol, equal_nan=True)
+def _largest_finite(tensor: Tensor) -> float:
+    """The largest magnitude among the finite values; 0 where there is none."""
+    if not tensor.numel():  # an expert without tokens
+        return 0.0
+    return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max().item())
 
 
 # A single layer of this size is gathered in milliseconds, and holds 16 MiB in float32 meanwhile. A
@@ -191,7 +180,7 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
         verify: as `rotate_all` has it.
     """
     # A module of which a part rotates, such as torch's attention, is of a kind with tests.
-    if not isinstance(module, RotatedModule) or not _has_one_way(module):
+    if not isinstance(module, RotatedModule) or type(module).forward is not RotatedModule.forward:
         return
     numel = sum(prod(cut.shape) for cut in module.rotation.layout.cuts)
     is_block = rule is not None and bool(rule.linear_in)
@@ -213,24 +202,14 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
                 is_checked = verify_module(rotated.rotation, args, kwargs)
         except Exception as error:
             if rule is not None and not isinstance(error, TrainError):
-                error.add_note(_told_of_slices(rotated))
+                error.add_note(
+                    f"{rotated.rotation.name} rotates as a whole, by {type(rule).__name__}, so its "
+                    "code runs with a slice of its parameters. If that fails, let the layers "
+                    "inside rotate one by one: no rule for the module, and find_blocks=False"
+                )
             raise
         if is_checked:
             rotated.unchecked_modes = left - {rotated.training}
 
     entry: Any = module
     entry.register_forward_pre_hook(first_call, with_kwargs=True)
-
-
-def _has_one_way(module: RotatedModule) -> bool:
-    """Whether each of its calls goes round the ring with the arguments of the call."""
-    return type(module).forward is RotatedModule.forward
-
-
-def _told_of_slices(module: RotatedModule) -> str:
-    """What to do where the code of a module fails that rotates as a whole."""
-    return (
-        f"{module.rotation.name} rotates as a whole, by {type(module.rotation.rule).__name__}, so "
-        "its code runs with a slice of its parameters. If that fails, let the layers "
-        "inside rotate one by one: no rule for the module, and find_blocks=False"
-    )
