@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gyre_trainer.accounting.counters import Counters
 from gyre_trainer.layers.experts import Experts, grouped_mlps, mlps
 from torch import Tensor
 
@@ -34,6 +35,26 @@ def test_grouped_products_are_the_loop_over_the_experts(
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("dims", [(2, 3), (2, 2), (3, 2), (3, 3)])
+def test_operations_of_grouped_products_are_those_of_their_groups(dims: tuple[int, int]) -> None:
+    """Groups of 8 and 16 rows, columns or addends; or two products of whole matrices."""
+    one = torch.ones((2,) * (dims[0] - 2) + (24, 24), dtype=torch.bfloat16)
+    other = torch.ones((2,) * (dims[1] - 2) + (24, 24), dtype=torch.bfloat16)
+    ends = None if dims == (3, 3) else torch.tensor([8, 24], dtype=torch.int32)
+    with Counters() as counters:
+        torch._grouped_mm(one, other, offs=ends)
+    assert counters.operations == 2 * 24**3 * (2 if dims == (3, 3) else 1)
+
+
+def test_training_by_grouped_products_has_the_operations_of_the_loop() -> None:
+    found = []
+    for grouped in (True, False):
+        with Counters() as counters:
+            outcome([3, 5, 1], torch.bfloat16, grouped=grouped)
+        found.append(counters.operations)
+    assert found[0] == found[1] == 3 * 3 * 2 * (3 + 5 + 1) * DIM * HIDDEN
 
 
 def test_experts_without_any_row_get_gradients_of_zero() -> None:

@@ -32,18 +32,11 @@ class Strategy(StrEnum):
 
 
 def distribute(
-    config: TrainConfig,
-    strategy: Strategy,
-    mesh: DeviceMesh,
-    device: torch.device,
+    config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device
 ) -> nn.Module:
-    """The configured model as one of the mesh's ranks holds it; a rotated one has no values yet.
+    """The configured model as one of the mesh's ranks holds it.
 
-    Args:
-        config: of the run.
-        strategy: how the model is distributed.
-        mesh: the ranks.
-        device: where a model that does not rotate is made.
+    A rotated one has no values yet, and others are made on ``device``.
     """
     if strategy is Strategy.GYRE:
         return rotated(config, mesh)
@@ -82,17 +75,17 @@ def _recompute(model: nn.Module) -> None:
     """
     for block in blocks_of(model):
         if isinstance(block, Block):
-            block.forward = partial(_checkpointed_block, block)  # type: ignore[method-assign]
+            block.forward = partial(_by_parts, block)  # type: ignore[method-assign]
         else:
-            block.forward = partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            block.forward = partial(_again, block.forward)
 
 
-def _checkpointed_block(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    x_BTD = x_BTD + again(lambda x: block.attention(block.attention_norm(x), rope_TC), x_BTD)
-    output: Tensor = x_BTD + again(lambda x: block.mlp(block.mlp_norm(x)), x_BTD)
+_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def _by_parts(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
+    x_BTD = x_BTD + _again(lambda x: block.attention(block.attention_norm(x), rope_TC), x_BTD)
+    output: Tensor = x_BTD + _again(lambda x: block.mlp(block.mlp_norm(x)), x_BTD)
     return output
 
 

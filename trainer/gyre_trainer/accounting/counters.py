@@ -88,18 +88,18 @@ class _Storage:
     """A storage, alive or released.
 
     Attributes:
-        nbytes: its size; 0 after its release, and where it is not counted.
+        alive: a weak reference whose callback counts the release; None for a mark.
         category: its use.
-        labelled: whether a label said so; else the category is a guess.
+        nbytes: its size; 0 after its release, and where it is not counted.
+        labelled: whether a label said its category; else that is a guess.
         counted: whether it is; a copy that gloo made for itself is not.
-        alive: a weak reference whose callback counts the release.
     """
 
-    nbytes: int
+    alive: "weakref.ref[torch.UntypedStorage] | None"
     category: Category
+    nbytes: int = 0
     labelled: bool = False
     counted: bool = True
-    alive: "weakref.ref[torch.UntypedStorage] | None" = None
 
 
 class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -180,7 +180,9 @@ class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
         """Count the storages that the operator allocated, or resized."""
         if func is torch.ops.aten.split.Tensor:
-            self._leave_out_copy(given[0].untyped_storage())
+            # Gloo's reduce-scatter is an all-reduce of a copy of its input, which its wait splits.
+            # The copy is made where no operator is seen. NCCL and fake ranks have no such copy.
+            self._observe(func, given[0].untyped_storage(), counted=False)
         travels = func.namespace in _COMMUNICATION
         for tensor in filter(_has_memory, chain(given, tensors_in(result))):
             storage = self._observe(func, tensor.untyped_storage())
@@ -205,7 +207,7 @@ class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, event: str) -> None:
         """Name this moment of the timeline."""
-        self._changes.append((event, _Storage(0, Category.ACTIVATIONS), 0))
+        self._changes.append((event, _Storage(None, Category.ACTIVATIONS), 0))
 
     def timeline(self) -> Timeline:
         """All moments until now."""
@@ -215,29 +217,19 @@ class Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
             deltas[row, CATEGORIES.index(storage.category)] = delta
         return Timeline([event for event, _, _ in changes], deltas.cumsum(axis=0))
 
-    def _observe(self, event: object, untyped: torch.UntypedStorage) -> _Storage:
-        """Count a new storage, or the change of a size."""
+    def _observe(
+        self, event: object, untyped: torch.UntypedStorage, *, counted: bool = True
+    ) -> _Storage:
+        """Count a storage, or the change of its size; a new one only if it is to be ``counted``."""
         # Torch keeps one Python object for each storage, as long as anything holds the storage.
-        storage = self._known.get(id(untyped))
+        key = id(untyped)
+        storage = self._known.get(key)
         if storage is None:
-            storage = self._note(untyped, _Storage(0, self._defaults[-1]))
+            alive = weakref.ref(untyped, partial(self._release, key))
+            storage = self._known[key] = _Storage(alive, self._defaults[-1], counted=counted)
         if storage.counted:
             self._change(event, storage, untyped.nbytes())
         return storage
-
-    def _note(self, untyped: torch.UntypedStorage, storage: _Storage) -> _Storage:
-        storage.alive = weakref.ref(untyped, partial(self._release, id(untyped)))
-        self._known[id(untyped)] = storage
-        return storage
-
-    def _leave_out_copy(self, untyped: torch.UntypedStorage) -> None:
-        """Count nothing of a storage first seen when it is split.
-
-        Gloo's reduce-scatter is an all-reduce of a copy of its input, which its wait splits. The
-        copy is made where no operator is seen. NCCL and fake ranks have no such copy.
-        """
-        if id(untyped) not in self._known:
-            self._note(untyped, _Storage(0, Category.COMMUNICATION, counted=False))
 
     def _release(self, key: int, _: object) -> None:
         self._change("release", self._known.pop(key), 0)
@@ -274,10 +266,11 @@ def _unwrapped(tensor: Any) -> list[Any]:
     return [part for name in names for part in _unwrapped(getattr(tensor, name))]
 
 
-# In place, which torch's registry does not know: the product of these two arguments is added.
-_ADDS_PRODUCT = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_aten = torch.ops.aten
+# Torch's registry knows neither these nor grouped products. In place, a product is added.
+_ADDS_PRODUCT = (_aten.addmm_, _aten.baddbmm_)
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _operations(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -285,6 +278,9 @@ def _operations(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
         return 2 * _product(*args[:2])
     if packet is _ATTENTION_BACKWARD:  # computes the scores again
         return 5 * _product(*args[1:3])
+    if packet is _aten._grouped_mm:  # its groups share the rows, the columns or the sums
+        one, other = args[:2]
+        return int(2 * min(one.numel() * other.shape[-1], one.shape[-2] * other.numel()))
     if packet in _ADDS_PRODUCT:
         return int(2 * args[1].numel() * args[2].shape[-1])
     if packet in flop_registry:

@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from multiprocessing import get_context
@@ -91,14 +91,23 @@ def measure_step(model: nn.Module, config: TrainConfig, examples: Examples) -> S
         examples: this rank's examples.
     """
     counters = Counters()
-    observer = _Observer(model, counters)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        counters.mark(name)
+        updates = name in ("clip", "update")
+        with counters.during(Category.OPTIMIZER) if updates else nullcontext():
+            yield
+        if name == "backward":
+            counters.label(Category.GRADIENTS, (each.grad for each in model.parameters()))
+
     with counters, warnings.catch_warnings():
         # FSDP2 warns that writing to an output in place would be wrong; this model does not.
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
         )
         counters.label(Category.PARAMETERS, model.parameters())
-        stepper = Stepper(model, config, observer.phase)
+        stepper = Stepper(model, config, phase)
         stepper.take(examples, 0)
         counters.mark(STEP)
         counters.sent_bytes = counters.operations = counters.num_operators = 0
@@ -111,30 +120,7 @@ def measure_step(model: nn.Module, config: TrainConfig, examples: Examples) -> S
         )
 
 
-class _Observer:
-    """Labels storages and phases while a step runs."""
-
-    def __init__(self, model: nn.Module, live: Counters) -> None:
-        self._model = model
-        self._live = live
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A context for a phase of the step."""
-        self._live.mark(name)
-        if name in ("clip", "update"):
-            with self._live.during(Category.OPTIMIZER):
-                yield
-            return
-        yield
-        if name == "backward":
-            self._live.label(
-                Category.GRADIENTS, (parameter.grad for parameter in self._model.parameters())
-            )
-
-
 _aten = torch.ops.aten
-_EQUAL = frozenset((_aten.equal.default, _aten.allclose.default))
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 # A mask of experts for 131,072 tokens, 8 choices and 128 experts fits; a mask of all pairs of
 # 131,072 tokens, which nothing reads, does not.
@@ -144,8 +130,7 @@ _MAX_BYTES = 2**30
 class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Above a `FakeTensorMode`: results of real integers alone are real.
 
-    Unknown numbers are 1. Tensors are equal to each other, which tells that a norm can
-    be recomputed.
+    Unknown numbers are 1.
 
     Attributes:
         assumes_even_routing: whether a router has chosen experts.
@@ -169,8 +154,6 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """The operator's result, real if all that it depends on is."""
         kwargs = kwargs or {}
-        if func in _EQUAL:
-            return True
         given = list(tensors_in((args, kwargs)))
         is_known = not any(isinstance(each, FakeTensor) for each in given)
         if func is _aten._local_scalar_dense.default and not is_known:
@@ -245,11 +228,6 @@ def _even_choices(chosen: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
 def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
     """The cost of one step for rank 0, which has the largest slices.
 
-    Args:
-        config: of the run.
-        strategy: how the model is distributed.
-        num_ranks: of the ring.
-
     Raises:
         ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model, or
             its code fails, as with 7 query heads that share 3 key/value heads, or the shapes inside
@@ -291,12 +269,7 @@ def fake_model(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh) -> nn.
 
 @contextmanager
 def on_fake_ranks(num_ranks: int, values: RealIntegers | None = None) -> Iterator[DeviceMesh]:
-    """A context with a ring on which this process is rank 0; tensors made inside are fake.
-
-    Args:
-        num_ranks: of the ring.
-        values: keeps the values that are known; None for one that nobody asks.
-    """
+    """A context with a ring on which this process is rank 0; tensors made inside are fake."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         mesh = make_mesh("cpu")
