@@ -115,6 +115,6 @@ def test_the_plan_lists_how_every_parameter_is_treated(ranks: StartRanks) -> Non
         assert (frozen["numel"], frozen["num_trainable"]) == (76, 0)
         parameters = sum(each["numel"] for key, each in found.items() if key[1] != "local")
         assert parameters == sum(parameter.numel() for parameter in Model().parameters())
-        assert "blocks.1" in text
+        assert "blocks.* x2" in text
         assert "whole on every rank" in text
-        assert "160" in text
+        assert "total" in text

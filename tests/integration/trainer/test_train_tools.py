@@ -52,6 +52,7 @@ def test_plan_shows_how_each_module_is_treated_and_the_cost_of_a_step(
     mib = "{:.4f}".format
     assert said["embedding"] == [
         "embedding",
+        "Embedding",
         "EmbeddingRule",
         mib(embedding / KIB**2),
         mib(embedding / 4 / KIB**2),
@@ -59,12 +60,13 @@ def test_plan_shows_how_each_module_is_treated_and_the_cost_of_a_step(
     assert said["blocks.*.mlp"] == [
         "blocks.*.mlp",
         "x3",
+        "GatedMLP",
         "MLPRule",
         mib(3 * mlp / KIB**2),
         mib(3 * mlp / 4 / KIB**2),
     ]
     assert "head" not in said  # tied: it stands with the embedding
-    assert said["norm"][1] == "replicated"
+    assert said["norm"][1:3] == ["RMSNorm", "whole"]
     assert said["total"] == [
         "total",
         mib((whole + norms) / KIB**2),
@@ -111,7 +113,7 @@ def test_plan_takes_any_configuration_of_transformers_and_recommends(
     rates = ["--operations-per-s", "1e12", "--bytes-per-s", "1e6", "--memory"]
     assert main([*model, *rates, "1"]) == 0
     said = capsys.readouterr().out
-    assert rows(said)["model.layers.*.self_attn"][1:3] == ["x2", "AttentionRule"]
+    assert rows(said)["model.layers.*.self_attn"][1:4] == ["x2", "Qwen3Attention", "AttentionRule"]
     sent = float(rows(said)["sent"][3]) * 2**20
     assert float(rows(said)["step,"][2]) == pytest.approx(sent / 1e6, rel=0.01)
     assert "Take DDP" in said
@@ -141,7 +143,7 @@ def test_a_plan_of_experts_says_what_it_assumes_of_the_tokens(
     rates = ["--operations-per-s", "1e12", "--bytes-per-s", "1e9"]
     assert main([*model, "16", *rates]) == 0
     said = capsys.readouterr().out
-    assert rows(said)["model.layers.0.mlp.experts"][1] == "ExpertsRule"
+    assert rows(said)["model.layers.0.mlp.experts"][2] == "ExpertsRule"
     assert len(rows(said)["peak"]) == 5  # all strategies
     assert "Assumed: every expert is chosen equally often." in said
     assert main([*model, "1", *rates]) == 2

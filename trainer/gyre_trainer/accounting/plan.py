@@ -6,7 +6,6 @@ Times are estimates: they take the host's time to start operators as that of add
 that all communication is hidden where it can be.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,34 +17,19 @@ from torch.utils.benchmark import Timer
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.counters import CATEGORIES
-from gyre_trainer.accounting.step_cost import StepCost, fake_model, on_fake_ranks, step_costs
+from gyre_trainer.accounting.step_cost import Step, StepCost, fake_model, on_fake_ranks, step_costs
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.inspection.rotation_plan import PlanEntry, table
+from gyre_trainer.inspection.rotation_plan import RotationPlan, any_number, lines_of, mib, table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.training.config import TrainConfig
 
 
-@dataclass(frozen=True)
-class Modules:
-    """The modules of a rotated model.
+def modules_of(config: TrainConfig, num_ranks: int) -> tuple[RotationPlan, tuple[int, str]]:
+    """The modules of the configured model, on rank 0, whose slices are the largest.
 
-    Attributes:
-        table: one row for each kind of module: MiB, and those on rank 0, whose slices are the
-            largest. Tied parameters are at their first module.
-        notes: a line for each class with the layers of a block that rotates layer by layer.
-        num_trainable: elements of all parameters that are trained.
-        thinnest: rows or columns of the matrix with the shortest cut dim, and its name.
-    """
-
-    table: str
-    notes: tuple[str, ...]
-    num_trainable: int
-    thinnest: tuple[int, str]
-
-
-def modules_of(config: TrainConfig, num_ranks: int) -> Modules:
-    """The modules of the configured model.
+    Returns:
+        Their plan; and the rows or columns of the matrix with the shortest cut dim, and its name.
 
     Raises:
         ConfigError: there is no such model.
@@ -53,34 +37,7 @@ def modules_of(config: TrainConfig, num_ranks: int) -> Modules:
     """
     with on_fake_ranks(num_ranks) as mesh:
         model = fake_model(config, Strategy.GYRE, mesh)
-        plan = plan_of(model)
-    return Modules(
-        table([["module", "rule", "bytes", "per rank"], *_rows(plan.entries)], num_texts=2),
-        tuple(plan.layer_lines()),
-        sum(entry.num_trainable for entry in plan.entries),
-        min(_cut_dims(model), default=(0, "")),
-    )
-
-
-def _any_number(path: str) -> str:
-    return re.sub(r"\b\d+\b", "*", path)
-
-
-def _rows(entries: Sequence[PlanEntry]) -> Iterator[Sequence[str]]:
-    """A row for entries alike but for numbers in their paths, and one for all."""
-    kinds: dict[Any, list[PlanEntry]] = {}
-    for entry in entries:
-        kind = _any_number(entry.path), entry.rule or entry.how, entry.num_bytes
-        kinds.setdefault(kind, []).append(entry)
-    for (path, rule, _), alike in kinds.items():
-        name = f"{path} x{len(alike)}" if len(alike) > 1 else alike[0].path
-        yield name, rule, *_sizes(alike)
-    yield "total", "", *_sizes(entries)
-
-
-def _sizes(entries: Sequence[PlanEntry]) -> tuple[str, str]:
-    whole = sum(entry.num_bytes for entry in entries)
-    return mib(whole), mib(sum(entry.num_local_bytes for entry in entries))
+        return plan_of(model), min(_cut_dims(model), default=(0, ""))
 
 
 def _cut_dims(model: nn.Module) -> Iterator[tuple[int, str]]:
@@ -89,12 +46,7 @@ def _cut_dims(model: nn.Module) -> Iterator[tuple[int, str]]:
         if isinstance(module, RotatedModule):
             for cut in module.rotation.layout.cuts:
                 if len(cut.shape) > 1:
-                    yield cut.shape[cut.dim], f"{_any_number(path)}.{cut.name}"
-
-
-def mib(num_bytes: int) -> str:
-    """The number in MiB."""
-    return f"{num_bytes / 2**20:,.{2 if num_bytes >= 2**20 else 4}f}"
+                    yield cut.shape[cut.dim], f"{any_number(path)}.{cut.name}"
 
 
 # Large enough for a matrix product's full rate, and for a copy that no cache holds.
@@ -155,17 +107,12 @@ class Rates:
             lines.append(f"{self.bytes_per_s_between:.2e} bytes/s of the link between hosts")
         return "\n".join(lines)
 
-    def of_ring(self, num_ranks: int) -> float:
-        """Bytes per second of a ring of ranks; it crosses the link of each host once."""
+    def of_ring(self, num_ranks: int, num_sharing: int = 1) -> float:
+        """Bytes per second of a ring; so many rings on these ranks share the link of each host."""
         if self.bytes_per_s_between is None or num_ranks <= self.ranks_per_host:
             return self.bytes_per_s
-        return min(self.bytes_per_s, self.bytes_per_s_between)
-
-    def between_replicas(self, size: int, num_ranks: int) -> float:
-        """Bytes per second of the rings across replicas; those of one host share its link."""
-        if self.bytes_per_s_between is None or num_ranks <= self.ranks_per_host:
-            return self.bytes_per_s
-        return self.bytes_per_s_between / min(size, self.ranks_per_host)
+        num_sharing = min(num_sharing, self.ranks_per_host)
+        return min(self.bytes_per_s, self.bytes_per_s_between / num_sharing)
 
 
 def _seconds(statement: str, x: torch.Tensor) -> float:
@@ -181,38 +128,46 @@ class Way:
     Attributes:
         name: in tables and recommendations.
         cost: of a rank, of its ring alone.
+        rates: of a rank and its host.
         size: ranks that share a copy of the parameters: of a ring, or all.
         replicas: copies in the job.
-        averaged_bytes: bytes that a rank sends to average its gradients over replicas.
+        gradient_bytes: of all gradients that replicas average.
     """
 
     name: str
     cost: StepCost
+    rates: Rates
     size: int
     replicas: int = 1
-    averaged_bytes: int = 0
+    gradient_bytes: int = 0
 
-    def host_seconds(self, rates: Rates) -> float:
+    @property
+    def averaged_bytes(self) -> int:
+        """Bytes that a rank sends to average its gradients over replicas."""
+        return 2 * (self.replicas - 1) * self.gradient_bytes // self.size // self.replicas
+
+    @property
+    def host_s(self) -> float:
         """The time that the host of a rank takes to start all operators of a step."""
-        return self.cost.num_operators * rates.operator_s
+        return self.cost.num_operators * self.rates.operator_s
 
-    def seconds(self, rates: Rates) -> float:
+    @property
+    def step_s(self) -> float:
         """The time of a step.
 
         Rotation and FSDP2 can hide all that they send. DDP sends in backward, which is two thirds
         of the operations, and so do replicas. No step is shorter than its host takes to start the
         operators.
         """
-        computes_s = self.cost.operations / rates.operations_per_s
-        sends_s = self.cost.sent_bytes / rates.of_ring(self.size)
-        averages_s = self.averaged_bytes / rates.between_replicas(
-            self.size, self.size * self.replicas
-        )
+        computes_s = self.cost.operations / self.rates.operations_per_s
+        sends_s = self.cost.sent_bytes / self.rates.of_ring(self.size)
+        between_replicas = self.rates.of_ring(self.size * self.replicas, self.size)
+        averages_s = self.averaged_bytes / between_replicas
         if self.name == Strategy.DDP:
             sends_s, averages_s = 0.0, sends_s
-        return max(computes_s, sends_s, computes_s / 3 + averages_s, self.host_seconds(rates))
+        return max(computes_s, sends_s, computes_s / 3 + averages_s, self.host_s)
 
-    def as_object(self, rates: Rates) -> dict[str, Any]:
+    def as_object(self) -> dict[str, Any]:
         """All figures, for JSON."""
         return {
             "size": self.size,
@@ -223,40 +178,9 @@ class Way:
             "averaged_bytes": self.averaged_bytes,
             "operations": self.cost.operations,
             "operators": self.cost.num_operators,
-            "host_s": self.host_seconds(rates),
-            "step_s": self.seconds(rates),
+            "host_s": self.host_s,
+            "step_s": self.step_s,
         }
-
-
-def ring_sizes(num_ranks: int) -> list[int]:
-    """The sizes of rings that the ranks can be divided into; a ring of one is DDP."""
-    return [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
-
-
-def on_rings_of(config: TrainConfig, size: int, num_ranks: int) -> TrainConfig:
-    """The part of a step that one ring has: each rank has as many samples as before."""
-    rows = config.data.batch_size // num_ranks * size
-    return replace(
-        config, run=replace(config.run, replicas=1), data=replace(config.data, batch_size=rows)
-    )
-
-
-def rotating(
-    cost: StepCost, size: int, num_ranks: int, configured: int, gradient_bytes: int
-) -> Way:
-    """The way to rotate on rings of a size.
-
-    Args:
-        cost: of a rank, of its ring alone.
-        size: ranks of a ring.
-        num_ranks: of the job.
-        configured: the size that the configuration has.
-        gradient_bytes: of all gradients that replicas average.
-    """
-    own, replicas = str(Strategy.GYRE), num_ranks // size
-    name = own if size == configured else f"{own}, rings of {size}"
-    averaged_bytes = 2 * (replicas - 1) * gradient_bytes // size // replicas
-    return Way(name, cost, size, replicas, averaged_bytes)
 
 
 # Of the memory that a rank has: the rounding of an allocator and caches of libraries need some.
@@ -265,16 +189,15 @@ _USABLE = 0.9
 _WORTH = 0.05
 
 
-def recommendation(
-    peaks: Mapping[str, float], seconds: Mapping[str, float], memory_bytes: float | None
-) -> str:
-    """Which strategy to take, in a sentence or two; differences below 5 % are none.
+def recommendation(ways: Sequence[Way], memory_bytes: float | None) -> str:
+    """Which way to take, in a sentence or two; differences below 5 % are none.
 
     Args:
-        peaks: bytes of a rank, of each strategy and each size of rings.
-        seconds: of a step, of the same.
+        ways: with names that differ.
         memory_bytes: a rank's memory; None if it is not given.
     """
+    peaks = {each.name: float(each.cost.peak_bytes) for each in ways}
+    seconds = {each.name: each.step_s for each in ways}
     usable = float("inf") if memory_bytes is None else _USABLE * memory_bytes
     where = "" if memory_bytes is None else f"{memory_bytes / 2**30:.4g} GiB"
     fitting = [each for each in peaks if peaks[each] <= usable]
@@ -290,14 +213,17 @@ def recommendation(
             f"{', '.join([best, *others[:-1]])} and {others[-1]} differ by less than {_WORTH:.0%} "
             "in memory and time, which is not worth a change: keep the one that you have."
         )
+    replicas = {each.name: each.replicas for each in ways}[best]
+    advice = f" Set run.replicas = {replicas}." if replicas > 1 else ""
     if where:
-        return f"Take {best}: nothing that fits into {where} is faster by {_WORTH:.0%}."
+        return f"Take {best}: nothing that fits into {where} is faster by {_WORTH:.0%}.{advice}"
     small = _lowest(peaks)
     if best in small:
-        return f"Take {best}: nothing is smaller or faster by {_WORTH:.0%}."
+        return f"Take {best}: nothing is smaller or faster by {_WORTH:.0%}.{advice}"
     return (
         f"Take {best} where a rank has {peaks[best] / _USABLE / 2**30:.3g} GiB or more; otherwise "
         f"{min(small, key=seconds.__getitem__)}, the smallest.\n--memory GIB decides for a device."
+        f"{advice}"
     )
 
 
@@ -322,38 +248,34 @@ class Plan:
     Attributes:
         config: of the run.
         num_ranks: of the job.
-        modules: those of the model.
+        modules: of the model, on rank 0.
+        thinnest: rows or columns of the matrix with the shortest cut dim, and its name.
         columns: each strategy; rotation is the first, on rings of the configured size.
         rings: each size of rings, the smallest first.
         by_layer: the peak with `memory.recompute = "layer"`, where modules rotate layer by layer
             and the configuration says otherwise; else None.
-        rates: of a rank and its host.
     """
 
     config: TrainConfig
     num_ranks: int
-    modules: Modules
+    modules: RotationPlan
+    thinnest: tuple[int, str]
     columns: Sequence[Way]
     rings: Sequence[Way]
     by_layer: int | None
-    rates: Rates
 
     def recommended(self, memory_bytes: float | None) -> str:
         """The strategy to take, in a few sentences."""
-        ways = {each.name: each for each in (*self.columns, *self.rings)}
-        peaks = {name: float(each.cost.peak_bytes) for name, each in ways.items()}
-        seconds = {name: each.seconds(self.rates) for name, each in ways.items()}
-        advice = recommendation(peaks, seconds, memory_bytes)
-        for ring in self.rings:
-            if f"Take {ring.name}" in advice and ring.replicas > 1:
-                advice += f" Set run.replicas = {ring.replicas}."
-        if self.by_layer is not None:
-            gyre = self.columns[0].cost.peak_bytes
-            advice += (
-                '\nModules rotate layer by layer: with memory.recompute = "layer" the peak of '
-                f"{Strategy.GYRE} is {mib(self.by_layer)} MiB in place of {mib(gyre)}."
-            )
-        return advice
+        advice = recommendation(
+            [*{each.name: each for each in (*self.columns, *self.rings)}.values()], memory_bytes
+        )
+        if self.by_layer is None:
+            return advice
+        return (
+            f'{advice}\nModules rotate layer by layer: with memory.recompute = "layer" the peak of '
+            f"{Strategy.GYRE} is {mib(self.by_layer)} MiB in place of "
+            f"{mib(self.columns[0].cost.peak_bytes)}."
+        )
 
     def text(self, memory_bytes: float | None) -> str:
         """The whole plan, for printing."""
@@ -362,82 +284,64 @@ class Plan:
         return "\n\n".join(
             [
                 f"{counted(self.num_ranks, 'rank')}; {per_step}; all figures in MiB",
-                "\n".join([self.modules.table, *self.modules.notes]),
+                str(self.modules),
                 "Live bytes of a rank at the peak of a step:",
                 self._peaks(),
                 *self._rings(),
                 *[_EVEN_ROUTING] * any(each.cost.assumes_even_routing for each in self.columns),
                 "Counted operator by operator. Seconds hide all communication that can be, at\n"
-                + self.rates.described(),
+                + self.columns[0].rates.described(),
                 self.recommended(memory_bytes),
             ]
         )
 
     def _peaks(self) -> str:
         """A table of the strategies: the parts of their peaks, the bytes they send, their times."""
-        costs = [each.cost for each in self.columns]
-        peaks = [each.timeline.peak() for each in costs]
-        host = (f"{each.host_seconds(self.rates):.3g}" for each in self.columns)
-        step = (f"{each.seconds(self.rates):.3g}" for each in self.columns)
-        lines: list[Sequence[str]] = [
-            ["", *(each.name for each in self.columns)],
-            *([category, *(mib(each[category]) for each in peaks)] for category in CATEGORIES),
-            ["peak", *(mib(each.peak_bytes) for each in costs)],
-            ["sent per step", *(mib(each.sent_bytes) for each in costs)],
-            ["host, s", *host],
-            ["step, s", *step],
-        ]
-        return table(lines, num_texts=1)
+        columns = [["", *CATEGORIES, "peak", "sent per step", "host, s", "step, s"]]
+        for each in self.columns:
+            peak = each.cost.timeline.peak().values()
+            sizes = map(mib, (*peak, each.cost.peak_bytes, each.cost.sent_bytes))
+            columns.append([each.name, *sizes, f"{each.host_s:.3g}", f"{each.step_s:.3g}"])
+        return table([*zip(*columns, strict=True)], num_texts=1)
 
     def _rings(self) -> list[str]:
         """A table of the sizes of rings, if there are several."""
         if len(self.rings) < 2:
             return []
-        thinnest, name = self.modules.thinnest
         lines = [["rings", "peak", "sent", "averaged", "host, s", "thinnest", "step, s"]]
         for each in self.rings:
-            rows = -(-thinnest // each.size)
-            lines.append(
-                [
-                    f"{each.replicas} x {each.size}",
-                    mib(each.cost.peak_bytes),
-                    mib(each.cost.sent_bytes),
-                    mib(each.averaged_bytes),
-                    f"{each.host_seconds(self.rates):.3g}",
-                    f"{rows}{' !' if rows < _THIN_ROWS else ''}",
-                    f"{each.seconds(self.rates):.3g}",
-                ]
-            )
+            rows = self._rows_of_slice(each)
+            sizes = map(mib, (each.cost.peak_bytes, each.cost.sent_bytes, each.averaged_bytes))
+            host, step = f"{each.host_s:.3g}", f"{each.step_s:.3g}"
+            shown = f"{rows}{' !' if rows < _THIN_ROWS else ''}"
+            lines.append([f"{each.replicas} x {each.size}", *sizes, host, shown, step])
         return [
             "Rings (replicas x ranks of a ring):\n"
             + table(lines, num_texts=1)
             + "\naveraged: sent between replicas\n"
-            f"thinnest: rows or columns of a slice of {name}\n"
+            f"thinnest: rows or columns of a slice of {self.thinnest[1]}\n"
             f"! fewer than {_THIN_ROWS}, which leave a part of a GPU's matrix units idle"
         ]
+
+    def _rows_of_slice(self, ring: Way) -> int:
+        return -(-self.thinnest[0] // ring.size)
 
     def as_object(self, memory_bytes: float | None) -> dict[str, Any]:
         """The plan's figures, for JSON."""
         return {
             "ranks": self.num_ranks,
-            "strategies": {each.name: each.as_object(self.rates) for each in self.columns},
+            "strategies": {each.name: each.as_object() for each in self.columns},
             "rings": [
-                each.as_object(self.rates) | {"thinnest": -(-self.modules.thinnest[0] // each.size)}
-                for each in self.rings
+                each.as_object() | {"thinnest": self._rows_of_slice(each)} for each in self.rings
             ],
-            "layer_by_layer": list(self.modules.notes),
+            "layer_by_layer": [*lines_of(self.modules.layer_by_layer)],
             "peak_bytes_by_layer": self.by_layer,
             "recommendation": self.recommended(memory_bytes),
         }
 
 
 def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
-    """Count the costs of a step.
-
-    Args:
-        config: of the run.
-        num_ranks: ranks of the job.
-        given: the rates of a rank, where they are known.
+    """Count the costs of a step of a job. Rates that are not ``given`` are measured.
 
     Raises:
         ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model.
@@ -445,27 +349,41 @@ def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
     """
     config.require_divisible(num_ranks)
     rates = given.completed(getattr(torch, config.precision.compute_dtype), num_ranks)
-    size = num_ranks // config.run.replicas
-    modules = modules_of(config, size)
-    sizes = sorted({*ring_sizes(num_ranks), size}, reverse=True)  # the longest first
-    steps = [(on_rings_of(config, each, num_ranks), Strategy.GYRE, each) for each in sizes]
-    adds_layers = bool(modules.notes) and config.memory.recompute != "layer"
-    if adds_layers:
-        layers = replace(config, memory=replace(config.memory, recompute="layer"))
-        steps.append((on_rings_of(layers, size, num_ranks), Strategy.GYRE, size))
+    configured = num_ranks // config.run.replicas
+    modules, thinnest = modules_of(config, configured)
+
+    def on_rings(settings: TrainConfig, size: int) -> Step:
+        """The part of a step that one ring has: each rank has as many samples as before."""
+        data = replace(config.data, batch_size=config.data.batch_size // num_ranks * size)
+        run = replace(config.run, replicas=1)
+        return replace(settings, run=run, data=data), Strategy.GYRE, size
+
+    sizes = {size for size in range(2, num_ranks + 1) if num_ranks % size == 0}
+    longest_first = sorted({*sizes, configured}, reverse=True)
     # DDP is first: it tells whether the model's own code fails
     others = [each for each in reversed(Strategy) if each != Strategy.GYRE]
-    costs = iter(step_costs([*((config, each, num_ranks) for each in others), *steps]))
-    ways = [Way(str(each), next(costs), num_ranks) for each in others]
-    gradient_bytes = modules.num_trainable * getattr(torch, config.precision.grad_dtype).itemsize
-    averaged = 0 if config.model.lora.rank else gradient_bytes
-    rings = {n: rotating(next(costs), n, num_ranks, size, averaged) for n in sizes}
+    steps = [(config, each, num_ranks) for each in others]
+    steps += [on_rings(config, size) for size in longest_first]
+    adds_layers = bool(modules.layer_by_layer) and config.memory.recompute != "layer"
+    if adds_layers:
+        memory = replace(config.memory, recompute="layer")
+        steps.append(on_rings(replace(config, memory=memory), configured))
+    costs = iter(step_costs(steps))
+    ways = [Way(str(each), next(costs), rates, num_ranks) for each in others]
+    num_averaged = 0
+    if not config.model.lora.rank:
+        num_averaged = sum(entry.num_trainable for entry in modules.entries)
+    gradient_bytes = num_averaged * getattr(torch, config.precision.grad_dtype).itemsize
+    rings = {}
+    for size in longest_first:
+        name = str(Strategy.GYRE) if size == configured else f"{Strategy.GYRE}, rings of {size}"
+        rings[size] = Way(name, next(costs), rates, size, num_ranks // size, gradient_bytes)
     return Plan(
         config,
         num_ranks,
         modules,
-        [rings[size], *reversed(ways)],
+        thinnest,
+        [rings[configured], *reversed(ways)],
         [each for n, each in sorted(rings.items()) if n > 1],
         next(costs).peak_bytes if adds_layers else None,
-        rates,
     )

@@ -6,11 +6,13 @@ Also here:
 * A warning where much of a model does not rotate: which modules, and why.
 """
 
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -33,6 +35,16 @@ def table(lines: Sequence[Sequence[str]], *, num_texts: int) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def mib(num_bytes: int) -> str:
+    """The number in MiB."""
+    return f"{num_bytes / 2**20:,.{2 if num_bytes >= 2**20 else 4}f}"
+
+
+def any_number(path: str) -> str:
+    """The path with * for each number."""
+    return re.sub(r"\b\d+\b", "*", path)
 
 
 How = Literal["rotated", "replicated", "local"]
@@ -69,22 +81,20 @@ class PlanEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerByLayer:
-    """A module with the layers of a block, which rotate one by one.
+class Note:
+    """A module that is treated otherwise than others with its rule.
 
     Attributes:
         path: the module's path in the model.
         module_class: the name of its class.
-        reason: why it does not rotate as one.
-        rule: a rule by which it would, as it is typed; empty if none is known.
-        num_features: activations of a token that its layers return.
+        text: how it is treated.
+        advice: what that costs, and what to do about it.
     """
 
     path: str
     module_class: str
-    reason: str
-    rule: str
-    num_features: int
+    text: str
+    advice: str = ""
 
 
 _REASONS: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
@@ -101,16 +111,14 @@ class RotationPlan:
 
     Attributes:
         entries: one or more for each module that has parameters or buffers of its own.
-        recomputed: path and class of each module that backward computes again around what rotates.
-        unverified: path and class of each module with a rule that was given or found, and that is
-            too large to be verified by default.
         layer_by_layer: modules with the layers of a block, which rotate one by one.
+        notes: modules that backward computes again around what rotates, and those with a rule that
+            was given, and that are too large to be verified by default.
     """
 
     entries: tuple[PlanEntry, ...]
-    recomputed: tuple[tuple[str, str], ...] = ()
-    unverified: tuple[tuple[str, str], ...] = ()
-    layer_by_layer: tuple[LayerByLayer, ...] = ()
+    layer_by_layer: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def num_local_bytes(self) -> int:
@@ -118,48 +126,36 @@ class RotationPlan:
         return sum(entry.num_local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
-        """A table with one row for each entry, and lines for classes treated otherwise."""
-        rows: list[tuple[str, ...]] = [
-            ("module", "class", "rule", "parameters", "bytes", "bytes here")
-        ]
+        """A table with a row for entries alike but for numbers in their paths, and the notes."""
+        kinds: dict[Any, list[PlanEntry]] = {}
         for each in self.entries:
-            sizes = [f"{n:,}" for n in (each.numel, each.num_bytes, each.num_local_bytes)]
             rule = each.rule or _WITHOUT_RULE[each.how]
-            rows.append((each.path or "(model)", each.module_class, rule, *sizes))
-        again = "computed again in backward around the modules that rotate"
-        large = "too large to be verified at its first calls, which verify=True does"
-        return "\n".join(
-            [
-                table(rows, num_texts=3),
-                *_by_class(self.recomputed, again),
-                *_by_class(self.unverified, large),
-                *self.layer_lines(),
-            ]
-        )
-
-    def layer_lines(self) -> Iterator[str]:
-        """A line for each class that rotates layer by layer: why, at which cost, and what to do."""
-        classes: dict[tuple[str, ...], list[LayerByLayer]] = {}
-        for each in self.layer_by_layer:
-            classes.setdefault((each.module_class, each.reason, each.rule), []).append(each)
-        for (name, reason, rule), modules in classes.items():
-            more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-            line = (
-                f"{name}: rotates layer by layer, because {reason}: "
-                f"{modules[0].path or '(model)'}{more}; each rank keeps all "
-                f"{modules[0].num_features:,} activations of a token"
-            )
-            yield line + (f"; a rule for it: rules={{{name}: {rule}}}" if rule else "")
+            kind = any_number(each.path), each.module_class, rule, each.num_bytes
+            kinds.setdefault(kind, []).append(each)
+        rows = [("module", "class", "rule", "MiB", "on a rank")]
+        for (path, module_class, rule, _), alike in kinds.items():
+            name = f"{path} x{len(alike)}" if len(alike) > 1 else alike[0].path or "(model)"
+            rows.append((name, module_class, rule, *_sizes(alike)))
+        rows.append(("total", "", "", *_sizes(self.entries)))
+        return "\n".join([table(rows, num_texts=3), *lines_of((*self.notes, *self.layer_by_layer))])
 
 
-def _by_class(modules: Sequence[tuple[str, str]], what: str) -> Iterator[str]:
-    """A line for each class among modules, of which path and class are given."""
-    paths: dict[str, list[str]] = {}
-    for path, module_class in modules:
-        paths.setdefault(module_class, []).append(path or "(model)")
-    for module_class, (first, *others) in paths.items():
+def lines_of(notes: Iterable[Note]) -> Iterator[str]:
+    """A line for all modules of a class with the same note."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for each in notes:
+        kind = each.module_class, each.text, each.advice
+        alike.setdefault(kind, []).append(each.path or "(model)")
+    for (name, text, advice), (first, *others) in alike.items():
         more = f" and {len(others)} more" if others else ""
-        yield f"{module_class}: {what}: {first}{more}"
+        yield f"{name}: {text}: {first}{more}{advice}"
+
+
+def _sizes(entries: Sequence[PlanEntry]) -> tuple[str, str]:
+    return (
+        mib(sum(entry.num_bytes for entry in entries)),
+        mib(sum(entry.num_local_bytes for entry in entries)),
+    )
 
 
 def plan_of(model: nn.Module) -> RotationPlan:
@@ -171,79 +167,71 @@ def plan_of(model: nn.Module) -> RotationPlan:
         print(f"{plan.num_local_bytes:,} bytes of parameters and buffers on this rank")
     """
     seen: set[int] = set()
-    return RotationPlan(
-        tuple(
-            entry
-            for path, module in model.named_modules()
-            for entry in _entries(path, module, seen)
-        ),
-        tuple(
-            (path, own_class(module).__name__)
-            for path, module in model.named_modules()
-            if any(issubclass(each, RecomputedLayer) for each in behaviours_of(module))
-        ),
-        tuple(
-            (path, own_class(module).__name__)
-            for path, module in model.named_modules()
-            if getattr(module, "is_unverified", False)
-        ),
-        tuple(
-            LayerByLayer(path, own_class(module).__name__, *_REASONS[module], _features(module))
-            for path, module in model.named_modules()
-            if module in _REASONS and not isinstance(module, RotatedModule)
-        ),
-    )
+    entries: list[PlanEntry] = []
+    by_layer, notes = [], []
+    for path, module in model.named_modules():
+        entries += _entries(path, module, seen)
+        note = partial(Note, path, own_class(module).__name__)
+        if any(issubclass(each, RecomputedLayer) for each in behaviours_of(module)):
+            notes.append(note("computed again in backward around the modules that rotate"))
+        if isinstance(module, RotatedModule):
+            if module.is_unverified:
+                notes.append(
+                    note("too large to be verified at its first calls, which verify=True does")
+                )
+        elif module in _REASONS:
+            by_layer.append(note(*_told_of_layers(module)))
+    return RotationPlan(tuple(entries), tuple(by_layer), tuple(notes))
 
 
-def _features(module: nn.Module) -> int:
-    """The outputs of a token that the layers inside return."""
+def _told_of_layers(module: nn.Module) -> tuple[str, str]:
+    """Why a module rotates layer by layer, and at which cost."""
+    reason, rule = _REASONS[module]
     rotating = (each for each in module.modules() if isinstance(each, RotatedModule))
-    return sum(
-        cut.shape[each.rotation.layout.cuts[0].dim]
-        for each in rotating
-        for cut in each.rotation.layout.cuts[:1]
+    firsts = [cut for each in rotating for cut in each.rotation.layout.cuts[:1]]
+    num_features = sum(cut.shape[cut.dim] for cut in firsts)
+    cost = f"; each rank keeps all {num_features:,} activations of a token"
+    typed = f"rules={{{own_class(module).__name__}: {rule}}}"
+    return (
+        f"rotates layer by layer, because {reason}",
+        f"{cost}; a rule for it: {typed}" if rule else cost,
     )
 
 
 def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry]:
-    """The entries of a module: what its rotation cuts, then its own parameters and buffers."""
+    """The entries of a module, without tensors that were seen before.
+
+    First what its rotation cuts, then its own parameters and buffers.
+    """
+    groups: list[tuple[Mapping[str, Tensor], How, str]] = []
     if isinstance(module, RotatedModule):
         rotation = module.rotation
         cut = {cut.name: module.get_parameter(cut.name) for cut in rotation.layout.cuts}
-        yield from _entry(path, module, cut, "rotated", type(rotation.rule).__name__, seen)
+        groups.append((cut, "rotated", type(rotation.rule).__name__))
     own = {name: p for name, p in parameters_of(module).items() if p is not None}
-    read = {name: p for name, p in own.items() if _is_sharded(p)}
-    yield from _entry(path, module, read, "rotated", "ReadRule", seen)
-    whole = {name: p for name, p in own.items() if name not in read}
-    yield from _entry(path, module, whole, "replicated", "", seen)
-    buffers = dict(module.named_buffers(recurse=False))
-    yield from _entry(path, module, buffers, "local", "", seen)
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and place_of(parameter) is not None
-
-
-def _entry(
-    path: str, module: nn.Module, tensors: Mapping[str, Tensor], how: How, rule: str, seen: set[int]
-) -> Iterator[PlanEntry]:
-    """An entry for those of ``tensors`` that were not seen before, if there are any."""
-    new = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
-    seen.update(map(id, new.values()))
-    if new:
-        yield PlanEntry(
-            path,
-            own_class(module).__name__,
-            how,
-            rule,
-            tuple(new),
-            numel=sum(tensor.numel() for tensor in new.values()),
-            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in new.values()),
-            num_local_bytes=sum(
-                local_of(tensor).numel() * tensor.element_size() for tensor in new.values()
-            ),
-            num_trainable=sum(tensor.numel() for tensor in new.values() if tensor.requires_grad),
-        )
+    read = {
+        name: p for name, p in own.items() if isinstance(p, DTensor) and place_of(p) is not None
+    }
+    groups.append((read, "rotated", "ReadRule"))
+    groups.append(({name: p for name, p in own.items() if name not in read}, "replicated", ""))
+    groups.append((dict(module.named_buffers(recurse=False)), "local", ""))
+    for tensors, how, rule in groups:
+        new = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
+        seen.update(map(id, new.values()))
+        if new:
+            yield PlanEntry(
+                path,
+                own_class(module).__name__,
+                how,
+                rule,
+                tuple(new),
+                numel=sum(each.numel() for each in new.values()),
+                num_bytes=sum(each.numel() * each.element_size() for each in new.values()),
+                num_local_bytes=sum(
+                    local_of(each).numel() * each.element_size() for each in new.values()
+                ),
+                num_trainable=sum(each.numel() for each in new.values() if each.requires_grad),
+            )
 
 
 # Below this share most of what rotation saves is lost. Fewer elements than these, 4 MiB in float32,
@@ -292,7 +280,7 @@ def warn_of_whole_parameters(
 
 def _reason(module: nn.Module, entry: PlanEntry, kept: Mapping[str, str], *, is_known: bool) -> str:
     for path, reason in kept.items():
-        if entry.path == path or entry.path.startswith(f"{path}."):
+        if f"{entry.path}.".startswith(f"{path}."):
             return reason
     if is_parametrized(module):
         return f"the weights of {entry.module_class} are computed from others"
