@@ -35,7 +35,7 @@ from gyre_trainer.comm.ring import (
     Wait,
     ring_of,
 )
-from gyre_trainer.layers.experts import MoE
+from gyre_trainer.layers.experts import Experts, MoE
 from gyre_trainer.layers.mlp import GatedMLP
 from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
 from gyre_trainer.rotation.rule import Recompute
@@ -155,20 +155,9 @@ LIBRARY_CASES = ("Llama of transformers", "LoRA")
 QUICK_CASES = ("embedding, grouped attention, gated MLP, RMSNorm, head", "experts", "replicated")
 
 
-@contextmanager
-def _in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _built(case: str, device: torch.device) -> nn.Module:
     torch.manual_seed(1)
-    with _in_float64():
-        return CASES[case]().to(device)
+    return CASES[case]().double().to(device)
 
 
 def _adapted(model: nn.Module) -> nn.Module:
@@ -275,31 +264,55 @@ def ranks_against_one(
     return found
 
 
+class _Routed(nn.Module):
+    """Experts whose rows are multiples of 16 bytes in bfloat16, as grouped products ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts(16, 96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = x[:, :16].topk(2)
+        output: Tensor = self.experts(x, chosen, weights.softmax(-1))
+        return output
+
+
+_ROUNDED: Mapping[str, Callable[[], nn.Module]] = {
+    "MLP": partial(GatedMLP, 96, 256),
+    "experts": _Routed,
+}
+
+
 def rounding(device: torch.device) -> dict[str, float]:
-    """The error of bfloat16 in outputs, and in gradients of inputs and weights, against float64."""
-    torch.manual_seed(3)
-    exact = GatedMLP(96, 256).double().to(device)
-    module = GatedMLP(96, 256).to(device)
-    module.load_state_dict(exact.state_dict())
-    rotate_all(
-        nn.Sequential(module),
-        mesh=make_mesh(device.type),
-        policy=RotationPolicy(compute_dtype=torch.bfloat16, residual_dtype=torch.float32),
-        min_numel=0,
-    )
-    x = torch.randn(dist.get_world_size() * 32, 96, dtype=torch.float64, device=device)
-    mine = _part(x).float().requires_grad_()
-    x.requires_grad_()
-    for model, inputs in ((exact, x), (module, mine)):
-        (model(inputs).sin().sum() / len(inputs)).backward()
-    with torch.no_grad():
-        output = _distance({"": module(mine)}, {"": exact(mine.double())})
-    grad = _part(_grad(x)) * dist.get_world_size()
-    return {
-        "output": output,
-        "input's gradient": _distance({"": _grad(mine)}, {"": grad}),
-        "weights' gradients": _distance(_grads(module), _grads(exact)),
-    }
+    """The error of bfloat16 in outputs, and in gradients of inputs and weights, against float64.
+
+    On CUDA, experts compute by grouped products in bfloat16, and one after the other in float64.
+    """
+    found = {}
+    for name, kind in _ROUNDED.items():
+        torch.manual_seed(3)
+        exact, module = kind().double().to(device), kind().to(device)
+        module.load_state_dict(exact.state_dict())
+        rotate_all(
+            nn.Sequential(module),
+            mesh=make_mesh(device.type),
+            policy=RotationPolicy(compute_dtype=torch.bfloat16, residual_dtype=torch.float32),
+            min_numel=0,
+        )
+        x = torch.randn(dist.get_world_size() * 32, 96, dtype=torch.float64, device=device)
+        mine = _part(x).float().requires_grad_()
+        x.requires_grad_()
+        for model, inputs in ((exact, x), (module, mine)):
+            (model(inputs).sin().sum() / len(inputs)).backward()
+        with torch.no_grad():
+            output = _distance({"": module(mine)}, {"": exact(mine.double())})
+        grad = _part(_grad(x)) * dist.get_world_size()
+        found |= {
+            f"{name}, output": output,
+            f"{name}, input's gradient": _distance({"": _grad(mine)}, {"": grad}),
+            f"{name}, weights' gradients": _distance(_grads(module), _grads(exact)),
+        }
+    return found
 
 
 def masks(device: torch.device) -> dict[str, bool]:
@@ -307,8 +320,7 @@ def masks(device: torch.device) -> dict[str, bool]:
 
     def grads(recompute: Recompute, seed: int) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        with _in_float64():
-            model = _Loss(_layer_of_torch(dropout=0.3), 24).to(device)
+        model = _Loss(_layer_of_torch(dropout=0.3), 24).double().to(device)
         policy = RotationPolicy(recompute=recompute)
         rotate_all(model, mesh=make_mesh(device.type), policy=policy, min_numel=0)
         torch.manual_seed(seed)
@@ -348,7 +360,7 @@ class StagedTransport(ProcessGroupTransport):
     def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
         """Start the legs as one batch."""
         if self._late == "computations":
-            _delay(None)
+            _delay()
         for leg in legs:
             if self._late and leg.arrives and leg.tensor.is_floating_point():
                 leg.tensor.fill_(torch.nan)
@@ -374,7 +386,7 @@ class StagedTransport(ProcessGroupTransport):
             if queued is not None:
                 queued.wait(self._side)
             if self._late == "arrivals":
-                _delay(self._side)
+                _delay()
             for leg, host in zip(legs, hosts, strict=True):
                 if not leg.arrives:
                     host.copy_(leg.tensor, non_blocking=True)
@@ -404,11 +416,10 @@ class StagedTransport(ProcessGroupTransport):
             arrived.wait()
 
 
-def _delay(side: Any) -> None:
-    """Let the device, or on a CPU this thread, rest for a moment."""
+def _delay() -> None:
+    """Let the current stream, or on a CPU this thread, rest for a moment."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with nullcontext() if side is None else torch.cuda.stream(side):
-            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # no public call delays it
+        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # no public call delays it
     else:
         time.sleep(_REST_S)
 
