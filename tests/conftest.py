@@ -61,7 +61,6 @@ LONGEST_FIRST = (
     "test_train_export",
     "test_frameworks",
     "test_train_run_faults",
-    "test_train_family_costs",
     "test_cached_text",
     "test_train_depth",
     "test_rotation_exact",

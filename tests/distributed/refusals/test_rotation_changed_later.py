@@ -1,4 +1,4 @@
-"""Parameters that are replaced, or frozen on some ranks alone, after rotating: refused."""
+"""Parameters that are replaced after rotating, or differ among ranks: refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import materialize, rotate_all
+from gyre_trainer.shards.layout import local_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
@@ -18,10 +19,14 @@ from tests.distributed.refusals.refused_modules import told
 X = torch.ones(2, 6)
 
 
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
 def rotated(replicate: int = 1, *, frozen: str = "") -> nn.Sequential:
     """A model that has taken one step, with a frozen part."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4))
+    model = made()
     if frozen:
         model.get_submodule(frozen).requires_grad_(False)
     rotate_all(model, mesh=make_mesh("cpu", replicate=replicate))
@@ -100,3 +105,47 @@ def test_ranks_that_train_other_parameters_are_told(ranks: StartRanks, kind: str
             assert "trains on 2 of 3 ranks" in text
         else:
             assert "trains other parameters of RotatedSequential (backward, gradients" in text
+
+
+def trained_with_a_norm_of_its_own(replicate: int) -> tuple[str, bool]:
+    """What rank 0's change of a norm ends in, and whether equal values train afterwards."""
+    mesh = make_mesh("cpu", replicate=replicate)
+    changed = made()
+    rotate_all(changed, mesh=mesh)
+    if dist.get_rank() == 0:
+        norm = changed.get_parameter("1.weight")
+        local_of(norm).detach().add_(1e-3)
+    with torch.no_grad():
+        changed(X)  # an evaluation of other values is no mistake
+    text = told(lambda: changed(X))
+    equal = made()
+    rotate_all(equal, mesh=mesh)
+    equal(X).sum().backward()
+    return text, equal.get_parameter("1.weight").grad is not None
+
+
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(2, 1), (3, 1), (4, 2)])
+def test_replicated_values_that_differ_are_refused_before_the_first_step(
+    ranks: StartRanks, num_ranks: int, replicate: int
+) -> None:
+    for text, trains in ranks(num_ranks).run(trained_with_a_norm_of_its_own, replicate):
+        assert text.startswith("1.weight of ")
+        assert "other values on one rank than on another" in text
+        assert "sync_from=0" in text
+        assert trains
+
+
+def materialized_by_rank() -> str:
+    with torch.device("meta"):
+        model = made()
+    rotate_all(model, mesh=make_mesh("cpu"))
+    text = told(lambda: materialize(model, seed=2**63 + dist.get_rank()))
+    materialize(model, seed=2**63)
+    model(X).sum().backward()
+    return text
+
+
+def test_seeds_that_differ_are_refused(ranks: StartRanks) -> None:
+    for rank, text in enumerate(ranks(2).run(materialized_by_rank)):
+        assert f"materialize got the seed {2**63 + rank} on rank {rank}" in text
+        assert "Pass the same seed on all ranks" in text
