@@ -108,7 +108,7 @@ class Rates:
         return "\n".join(lines)
 
     def of_ring(self, num_ranks: int, num_sharing: int = 1) -> float:
-        """Bytes per second of a ring; so many rings on these ranks share the link of each host."""
+        """Bytes per second of a ring, where ``num_sharing`` rings share the link of each host."""
         if self.bytes_per_s_between is None or num_ranks <= self.ranks_per_host:
             return self.bytes_per_s
         num_sharing = min(num_sharing, self.ranks_per_host)

@@ -82,13 +82,13 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A module that is treated otherwise than others with its rule.
+    """A remark on one module.
 
     Attributes:
         path: the module's path in the model.
         module_class: the name of its class.
-        text: how it is treated.
-        advice: what that costs, and what to do about it.
+        text: its treatment, and the reason.
+        advice: the cost, and a remedy.
     """
 
     path: str
@@ -112,8 +112,8 @@ class RotationPlan:
     Attributes:
         entries: one or more for each module that has parameters or buffers of its own.
         layer_by_layer: modules with the layers of a block, which rotate one by one.
-        notes: modules that backward computes again around what rotates, and those with a rule that
-            was given, and that are too large to be verified by default.
+        notes: layers that backward computes again, and modules with a given rule, too large to be
+            verified by default.
     """
 
     entries: tuple[PlanEntry, ...]
