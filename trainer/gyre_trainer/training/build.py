@@ -181,14 +181,15 @@ def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> No
 def add_adapters(model: nn.Module, config: TrainConfig) -> None:
     """Put the configured adapters into the model, if there are any.
 
-    They rest in float32 although peft makes them in the dtype of the frozen weights: in bfloat16
-    most updates would be lost, unless they are rounded at random.
+    They rest in float32 whatever the frozen weights have: in bfloat16 most updates would be lost,
+    unless they are rounded at random.
 
     Raises:
         ConfigError: as `adapt`.
     """
     if isinstance(config.model, LibraryConfig) and config.model.lora.rank:
         adapt(model, config.model.lora, config.run.seed, config.model.pretrained)
+        resting = torch.bfloat16 if config.optimizer.stochastic_rounding else torch.float32
         for parameter in model.parameters():
-            if parameter.requires_grad and not config.optimizer.stochastic_rounding:
-                parameter.data = parameter.data.float()
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(resting)
