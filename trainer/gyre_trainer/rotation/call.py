@@ -58,7 +58,7 @@ class Form:
     """
 
     def __init__(self, value: Any, given: Sequence[Tensor] = ()) -> None:
-        """``given`` are the arguments' tensors, of which the form keeps none."""
+        """Keep none of the tensors in ``given``, which are the arguments'."""
         leaves, self._spec = _flat(value)
         places = {id(tensor): place for place, tensor in enumerate(given)}
         self._tensors: list[Tensor] = []
