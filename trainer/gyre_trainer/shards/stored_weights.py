@@ -47,7 +47,7 @@ class Joined(Tensor):
     def __init__(
         self, view: Tensor, whole: Tensor, source: Any, joined_along: int | None = None
     ) -> None:
-        """A view of a whole that is ``source``, or several tensors joined along a dim.
+        """A view of one source, or of several tensors joined along a dim.
 
         Args:
             view: of ``whole``, on `meta`.
@@ -101,8 +101,8 @@ class Joined(Tensor):
             place: a tensor of this shape.
 
         Yields:
-            A source; the elements of it, which are a box; and the part of ``place`` that is theirs,
-            a view with the source's dims.
+            A source; the ranges of its elements; and their part of ``place``, a view with the
+            source's dims.
         """
         if not self.numel():
             return
