@@ -41,8 +41,7 @@ def test_values_are_put_together_again(name: str) -> None:
 
 
 def test_other_tensors_take_the_places() -> None:
-    form = Form([ONE, [1, TWO]])
-    form.note_passed({id(TWO): 0})
+    form = Form([ONE, [1, TWO]], [TWO])
     assert form.take_tensors() == [ONE]
     found = form.filled([TWO], given=[ONE])
     assert found[0] is TWO

@@ -362,7 +362,7 @@ def make_plan(config: TrainConfig, num_ranks: int, given: Rates) -> Plan:
     longest_first = sorted({*sizes, configured}, reverse=True)
     # DDP is first: it tells whether the model's own code fails
     others = [each for each in reversed(Strategy) if each != Strategy.GYRE]
-    steps = [(config, each, num_ranks) for each in others]
+    steps: list[Step] = [(config, each, num_ranks) for each in others]
     steps += [on_rings(config, size) for size in longest_first]
     adds_layers = bool(modules.layer_by_layer) and config.memory.recompute != "layer"
     if adds_layers:

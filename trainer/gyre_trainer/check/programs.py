@@ -288,7 +288,7 @@ def rounding(device: torch.device) -> dict[str, float]:
 
     On CUDA, experts compute by grouped products in bfloat16, and one after the other in float64.
     """
-    found = {}
+    found: dict[str, float] = {}
     for name, kind in _ROUNDED.items():
         torch.manual_seed(3)
         exact, module = kind().double().to(device), kind().to(device)

@@ -462,7 +462,7 @@ class _GradientPiece(NamedTuple):
 
     Attributes:
         piece: its number in the layout.
-        flat: where the gradient lies, in ``buffer`` or in the own slice's gradient.
+        flat: place of the gradient: in ``buffer`` or in the own slice's gradient.
         buffer: the pool's buffer; None for a piece of the own slice.
     """
 

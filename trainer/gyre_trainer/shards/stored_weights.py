@@ -109,7 +109,7 @@ class Joined(Tensor):
         sizes, strides = self._view.shape, self._view.stride()
         # dims with several elements differ in their strides, which are those of the whole's dims
         of_stride = {strides[dim]: size for dim, size in enumerate(sizes) if size > 1}
-        ranges, rest = list[tuple[int, int]](), self._view.storage_offset()
+        ranges, rest = list[tuple[int, int]](), int(self._view.storage_offset())
         for size, stride in zip(self._whole.shape, self._whole.stride(), strict=True):
             start, rest = divmod(rest, stride)
             ranges.append((start, start + (of_stride.get(stride, 1) if size > 1 else 1)))

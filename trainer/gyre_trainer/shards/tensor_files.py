@@ -178,7 +178,7 @@ def transfer(
 def layout_of(
     path: Path, tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 ) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The header of a file with these tensors, and where each of them lies.
+    """The header of a file with these tensors, and the place of each.
 
     Wider dtypes come first, as the reference writer has it, so that all are aligned.
     """

@@ -61,7 +61,7 @@ def adapt(model: nn.Module, lora: Lora, seed: int, base: str = "") -> None:
         ) from error
     settings = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a scale, which need not be whole
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or None,
         base_model_name_or_path=base or None,

@@ -145,7 +145,7 @@ def open_loader(
         address=data.address or None,
         tail=data.tail,
         order=order,
-        # of a resumed run that of the run before, so the daemon ends what is left of its sessions
+        # of a resumed run that of the run before, so the daemon ends its open sessions
         job=f"{out.name}-{digest}",
         prefetch_batches=data.prefetch_batches,
         format=data.format or None,

@@ -234,7 +234,7 @@ class ReplicatedModule(ShardedModule):
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(self, nn.Module)
-        if isinstance(self, nn.MultiheadAttention):  # it calls no layer inside
+        if issubclass(own_class(self), nn.MultiheadAttention):  # it calls no layer inside
             yield from self.named_parameters()
             return
         for name, owner, last in own_parameters(self):
@@ -363,7 +363,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
                 if copies[parameter] is not parameter:
                     note_replaced(parameter, where)
             setattr(child, name, copies[parameter])
-        if not plain.issuperset(loose.values()) and not isinstance(child, RotatedModule):
+        is_read = outer_dtype is not None or not plain.issuperset(loose.values())
+        if loose and is_read and not isinstance(child, RotatedModule):
             mix_in(child, ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
     sharded = {
