@@ -21,11 +21,7 @@ from gyre_trainer.comm.identity import name_modules
 from gyre_trainer.comm.mesh import make_mesh, replica_group, require_ring
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
-from gyre_trainer.inspection.agreement import (
-    count_alike,
-    require_all_ranks,
-    require_equal_models,
-)
+from gyre_trainer.inspection.agreement import count_alike, require_all_ranks, require_equal_models
 from gyre_trainer.inspection.rotation_plan import (
     RotationPlan,
     note_layer_by_layer,

@@ -29,13 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 # Torch exports no functions for nested values that know the containers of libraries.
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 # Names of torch that other modules import from here.
 __all__ = [

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.counters import CATEGORIES, Category
 from gyre_trainer.accounting.step_cost import dry_run, on_fake_ranks
-from gyre_trainer.commands.parser import parse
+from gyre_trainer.cli import parse
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import plain

@@ -25,10 +25,7 @@ from gyre_trainer.layers.linear import (
     require_counts,
 )
 from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.rotation.rotated_module import (
-    RotationTarget,
-    wrap,
-)
+from gyre_trainer.rotation.rotated_module import RotationTarget, wrap
 from gyre_trainer.rotation.rule import (
     ArgumentCut,
     ConcatenatedOutputs,

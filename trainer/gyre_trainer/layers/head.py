@@ -36,12 +36,7 @@ from gyre_trainer.layers.quantized import is_quantized
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.rule import (
-    DeferredGrads,
-    ModuleSlice,
-    OutputReduction,
-    parameter_at,
-)
+from gyre_trainer.rotation.rule import DeferredGrads, ModuleSlice, OutputReduction, parameter_at
 from gyre_trainer.shards.layout import Layout, add_product, local_of
 from gyre_trainer.torch_internals import is_fake, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule

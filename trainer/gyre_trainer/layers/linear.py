@@ -31,11 +31,7 @@ from torch.autograd.function import once_differentiable
 from gyre_trainer.comm.identity import HopIdentity, path_of, span
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import cast
-from gyre_trainer.rotation.rotated_module import (
-    RotationTarget,
-    own_class,
-    wrap,
-)
+from gyre_trainer.rotation.rotated_module import RotationTarget, own_class, wrap
 from gyre_trainer.rotation.rule import (
     BySlices,
     ConcatenatedOutputs,

@@ -29,12 +29,7 @@ from gyre_trainer.layers.experts import CallsEveryExpert
 from gyre_trainer.layers.known_blocks import has_code_of, is_trained
 from gyre_trainer.rotation.call import Arguments, is_constant
 from gyre_trainer.rotation.recomputation import recomputation_of, recomputed
-from gyre_trainer.rotation.rotated_module import (
-    RotatedModule,
-    behaviours_of,
-    mix_in,
-    own_class,
-)
+from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, mix_in, own_class
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.torch_internals import (

@@ -37,11 +37,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import (
-    GradientEdge,
-    get_gradient_edge,
-    saved_tensors_hooks,
-)
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from gyre_trainer.comm.identity import HopIdentity, slice_span
 from gyre_trainer.comm.ring import Direction, Ring

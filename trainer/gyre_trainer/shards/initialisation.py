@@ -30,12 +30,7 @@ from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import place_of
 from gyre_trainer.shards.sharded_parameters import note_replaced, note_rewritten
-from gyre_trainer.torch_internals import (
-    TorchDispatchMode,
-    is_fake,
-    parameters_of,
-    storage_number,
-)
+from gyre_trainer.torch_internals import TorchDispatchMode, is_fake, parameters_of, storage_number
 
 _Init = Callable[[nn.Module], object]
 _Fill = Callable[..., Tensor]

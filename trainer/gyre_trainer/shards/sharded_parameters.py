@@ -33,13 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gyre_trainer.comm.identity import copy_with_room, with_room
 from gyre_trainer.comm.ring import Ring, ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.layout import (
-    Layout,
-    as_parameter,
-    digest_of,
-    place_of,
-    with_local,
-)
+from gyre_trainer.shards.layout import Layout, as_parameter, digest_of, place_of, with_local
 from gyre_trainer.torch_internals import (
     dtensor_handlers,
     gradient_hooks_of,

@@ -23,14 +23,7 @@ from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training.boards import Boards
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.config_file import make_folder, require_regular
-from gyre_trainer.training.history import (
-    Evaluation,
-    History,
-    Recorded,
-    StepRecord,
-    read,
-    speed,
-)
+from gyre_trainer.training.history import Evaluation, History, Recorded, StepRecord, read, speed
 
 # The final loss is the mean of this many steps. One step's loss depends on its batch; many more
 # would count steps whose weights were worse.
