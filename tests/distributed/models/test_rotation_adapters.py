@@ -261,7 +261,6 @@ def refusal(kind: str, when: str) -> None:
     [
         ("lora", "later", "Call get_peft_model before rotate_all"),
         ("prompt", "later", "Call get_peft_model before rotate_all"),
-        ("pissa", "later", "Call get_peft_model before rotate_all"),
         ("lora", "second", "Add layers and adapters (get_peft_model) before rotate_all"),
         ("lora", "merge", "cannot be merged into a layer that rotates"),
         ("dora", "first", "peft's Linear reads the weights of its layer"),
