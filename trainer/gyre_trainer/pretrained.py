@@ -186,6 +186,9 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+_INDEX_DECODER = msgspec.json.Decoder(_Index)
+
+
 class IncompatibleKeys(NamedTuple):
     """The differences between model and files, as `torch.nn.Module.load_state_dict` returns it.
 
@@ -339,7 +342,7 @@ def _stored_tensors(path: Path) -> dict[str, Joined]:
             )
         return tensors_in(path / _ONE_FILE)
     try:
-        weight_map = msgspec.json.decode(read_regular(index), type=_Index).weight_map
+        weight_map = _INDEX_DECODER.decode(read_regular(index)).weight_map
     except OSError as error:
         raise CheckpointRejected(f"{index} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
