@@ -123,3 +123,44 @@ def copied_experts() -> float:
 
 def test_the_copy_of_a_list_of_experts_calls_its_own(ranks: StartRanks) -> None:
     assert max(ranks(2).run(copied_experts)) <= 1e-6
+
+
+class Attending(nn.Module):
+    """Attention of torch reads the weight of its last layer, which is gathered on use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y: Tensor = self.attention(x, x, x)[0]
+        return y
+
+
+def copied_attention() -> float:
+    """The largest distance: of the model, of its doubled copy, or of that one's gradient."""
+    torch.manual_seed(0)
+    plain: Any = Attending().double()
+    model, doubled = deepcopy(plain), deepcopy(plain)
+    rotate_all(model, mesh=make_mesh("cpu"), min_numel=0)
+    copied = deepcopy(model)
+    with torch.no_grad():
+        for each in (*copied.parameters(), *doubled.parameters()):
+            each.mul_(2)
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    doubled(x).square().sum().backward()
+    found = copied(x)
+    found.square().sum().backward()
+    assert all(each.grad is None for each in model.parameters())
+    last = copied.attention.out_proj.weight.grad.full_tensor()
+    pairs = (
+        (model(x), plain(x)),
+        (found, doubled(x)),
+        (last, doubled.attention.out_proj.weight.grad),
+    )
+    return max(float((one - other).detach().norm()) for one, other in pairs)
+
+
+def test_a_copy_gathers_its_own_parameters(ranks: StartRanks) -> None:
+    assert max(ranks(2).run(copied_attention)) <= 1e-9

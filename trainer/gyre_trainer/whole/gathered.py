@@ -13,7 +13,7 @@ and in backward their gradients, are whole on every rank for a while.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -70,9 +70,12 @@ class GatheredParameter:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """That of the copied modules, which travels by itself."""
-        owner, reader = deepcopy(self.owner, memo), deepcopy(self.reader, memo)
-        sharded = deepcopy(self.sharded, memo)
-        return type(self)(owner, self.last, reader, sharded, self._policy, self.dtype)
+        copied = memo[id(self)] = copy(self)  # its owner may be in the middle of being copied
+        copied.owner, copied.reader = deepcopy(self.owner, memo), deepcopy(self.reader, memo)
+        copied.sharded = deepcopy(self.sharded, memo)
+        copied._number = copied.sharded.ring.modules.add(copied.owner)
+        copied.release()
+        return copied
 
     @property
     def name(self) -> str:
