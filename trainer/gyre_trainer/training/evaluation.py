@@ -125,14 +125,17 @@ def _mean(
     has_router_loss = getattr(described, "output_router_logits", False)
     if has_router_loss:  # a perplexity is of the tokens alone
         described.output_router_logits = False
-    for batch in batches:
-        is_sample = batch.get("mask")
-        total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
-        for part in collate(batch, config, vocab_size).split(config.optimizer.accumulation_steps):
-            total[0] += float(loss_sum(model, loss, part))
-            total[1] += part.num_targets()
-    if has_router_loss:
-        described.output_router_logits = True
+    try:
+        for batch in batches:
+            is_sample = batch.get("mask")
+            total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
+            examples = collate(batch, config, vocab_size)
+            for part in examples.split(config.optimizer.accumulation_steps):
+                total[0] += float(loss_sum(model, loss, part))
+                total[1] += part.num_targets()
+    finally:
+        if has_router_loss:
+            described.output_router_logits = True
     with collective("the loss of an evaluation"):
         dist.all_reduce(total)
     loss_of_all, num_targets, num_samples = total.tolist()
