@@ -44,6 +44,8 @@ def test_each_forged_index_is_thrown_away_with_a_warning(
     )
     wanted = samples(daemon)
     assert daemon.stop() == 0
+    (joined,) = (tmp_path / "cache").rglob(f"*{SUFFIX}")
+    joined.unlink()  # it would be read in place of them
     for number, kind in enumerate(KINDS):
         path = folder / f"{number:02}.tar{SUFFIX}"
         key, arrays = decode(path.read_bytes())

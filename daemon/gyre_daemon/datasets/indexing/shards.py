@@ -3,7 +3,8 @@
 Several are scanned at once, by other processes: see `scanning`. Waits for files and for the disk
 are in threads. All of it ends soon after the last caller has left. The result of a probe for many
 shards, or for remote ones, is kept in one sidecar file, which counts for exactly these shards in
-these versions.
+these versions. The scans of many shards are kept joined, too, so that the next opening reads one
+file in place of a thousand sidecars.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from functools import partial
 from typing import Any
 
+import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -29,6 +31,7 @@ from gyre_daemon.datasets.formats.base import (
     ProbeResponse,
     ProbeSteps,
     Scan,
+    array_of,
     corrupt,
 )
 from gyre_daemon.datasets.formats.concat import IndexedField
@@ -56,9 +59,13 @@ from gyre_daemon.workers.compute_workers import ComputeWorkers
 _MAX_DATASETS, _MAX_FURTHER = 32, 3
 # Stored indexes loaded before their progress is told.
 _LOADED_AT_ONCE = 256
-# Up to this many local shards are probed at every opening. That takes less time than to write a
-# sidecar; with more of them, the second opening of a large dataset would be slower.
+# Up to this many local shards are probed, or their sidecars read, at every opening. That takes less
+# time than to write a sidecar for all; with more of them, the second opening of a large dataset
+# would be slower.
 _MAX_UNKEPT_SHARDS = 16
+# Joined scans with more bytes are not kept: to read them takes longer than to open the sidecars.
+_MAX_JOINED_BYTES = 64 << 20
+_ROWS = "rows of each shard"
 
 
 class IndexedShard(Struct, frozen=True):
@@ -176,6 +183,23 @@ class ShardIndexer:
         )
         numbers: Sequence[int] = range(len(opening.scans))
         numbers = numbers if chosen is None else numbers[chosen.start : chosen.stop]
+        key = _joined_key(opening) if chosen is None else None
+        if key and not changes:
+            check = partial(_check_joined, len(numbers))
+            if joined := await self._sidecars.load(key, None, check):
+                for shard, arrays in enumerate(_split(joined)):
+                    yield _indexed(opening, shard, arrays)
+                return
+        async with contextlib.aclosing(self._each(opening, changes, numbers)) as found:
+            async for each in found:
+                yield each
+        if key and (joined := _joined(opening.scans)):
+            await self._sidecars.try_to_save(key, None, joined)
+
+    async def _each(
+        self, opening: OpeningDataset, changes: ShardChanges | None, numbers: Sequence[int]
+    ) -> AsyncGenerator[IndexedShard, None]:
+        """As `run`, by the sidecar of each shard."""
         stored: dict[int, Loaded] = {}
         async for part in self._stored_parts(opening, numbers):
             stored |= part
@@ -356,6 +380,55 @@ def _sidecar_of(opening: OpeningDataset, shard: int) -> SidecarOf:
     return SidecarOf(key, opening.source.local_file(shard), check)
 
 
+def _joined_key(opening: OpeningDataset) -> SidecarKey | None:
+    """The key of all scans together; None if they are not kept so."""
+    shards, scan = opening.source.shards, opening.scan
+    is_plain = not opening.unpacked and opening.damaged is None
+    if not scan or not is_plain or len(shards) <= _MAX_UNKEPT_SHARDS:
+        return None
+    return _key_of_all(opening.location, shards, scan.version, "all shards' scans")
+
+
+def _joined(scans: Sequence[Arrays | None]) -> Arrays | None:
+    """The arrays of all shards, each after the one before, and how many rows each shard has.
+
+    None if they do not fit together, or have too many bytes.
+    """
+    joined: dict[str, np.ndarray] = {}
+    rows: list[list[int]] = []
+    num_bytes = 0
+    for name in scans[0] or ():
+        parts = [scan[name] for scan in scans if scan and name in scan]
+        num_bytes += sum(part.nbytes for part in parts)
+        kinds = {(part.dtype, part.shape[1:]) for part in parts}
+        if len(parts) < len(scans) or len(kinds) > 1 or num_bytes > _MAX_JOINED_BYTES:
+            return None
+        joined[name] = np.concatenate(parts)
+        rows.append([len(part) for part in parts])
+    return joined | {_ROWS: np.array(rows)}
+
+
+def _split(joined: Arrays) -> Iterator[Arrays]:
+    """The arrays of each shard; they were checked before they were joined."""
+    names = [name for name in joined if name != _ROWS]
+    ends = joined[_ROWS].cumsum(axis=1)
+    for begin, end in zip((ends - joined[_ROWS]).T.tolist(), ends.T.tolist(), strict=True):
+        yield {name: joined[name][begin[n] : end[n]] for n, name in enumerate(names)}
+
+
+def _check_joined(num_shards: int, joined: Arrays) -> None:
+    """Refuse arrays that are not the joined ones of this number of shards.
+
+    Raises:
+        ValueError: says that.
+    """
+    rows = array_of(joined, _ROWS, np.int64, 2)
+    lengths = [len(array) for name, array in joined.items() if name != _ROWS]
+    is_whole = rows.shape == (len(lengths), num_shards) and (rows >= 0).all()
+    if not is_whole or rows.sum(axis=1).tolist() != lengths:
+        raise ValueError("it is not complete")
+
+
 def _unpack(
     opening: OpeningDataset, unpacked: UnpackedDataset, shard: int, loop: asyncio.AbstractEventLoop
 ) -> LocalFile:
@@ -414,7 +487,7 @@ class ProbeRunner:
         shards = storage.shards[:num_shards]
         if len(shards) <= _MAX_UNKEPT_SHARDS and storage.local_file(0):
             return await self._run(probe.run(shards), storage, settings)
-        key = _probe_key(location, shards, probe.version)
+        key = _key_of_all(location, shards, probe.version)
         check = partial(_check_probe, probe, shards)
         arrays = None if refresh else await self._sidecars.load(key, None, check)
         if arrays is None:
@@ -472,12 +545,14 @@ async def _read(storage: Storage, files: Sequence[int], request: ProbeRequest) -
     return ProbeResponse(await read_ranges(storage, files, starts, stops), sizes)
 
 
-def _probe_key(location: str, shards: Sequence[Shard], version: str) -> SidecarKey:
-    """The key of the one sidecar for all shards, by a digest of how they were listed."""
+def _key_of_all(
+    location: str, shards: Sequence[Shard], version: str, name: str = "all shards' headers"
+) -> SidecarKey:
+    """The key of the one sidecar of all shards, by a digest of how they were listed."""
     listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards])
     digest = hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
     num_bytes = sum(shard.size_bytes for shard in shards)
-    return SidecarKey(location, "all shards' headers", num_bytes, digest, version)
+    return SidecarKey(location, name, num_bytes, digest, version)
 
 
 class IndexProgress(Struct, frozen=True):
