@@ -5,9 +5,11 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,6 +103,21 @@ TOGETHER = {
     "tests/integration/service/test_daemon_batches.py": S3,
     "tests/integration/service/test_node_cache.py": S3,
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this run a folder for temporary files, which goes with them.
+
+    A process that is killed leaves what it made there. pytest's own folders stay where they are.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="gyre-tests-")
+    Path(folder).chmod(0o1777)  # some tests run as other users
+    config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    os.environ["TMPDIR"] = folder
+    tempfile.tempdir = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

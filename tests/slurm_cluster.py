@@ -170,7 +170,7 @@ class Cluster:
             become = ["setpriv", f"--reuid={number}", f"--regid={number}", "--init-groups"]
         done = subprocess.run(
             self._inside([*become, *command]),
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "TMPDIR": "/tmp", **(environment or {})},
             cwd="/",
             stdout=subprocess.PIPE,
             text=True,
@@ -201,7 +201,7 @@ class Cluster:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "TMPDIR": "/tmp", **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
