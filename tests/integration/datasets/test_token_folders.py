@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gyre_client import Loader
 from gyre_client.errors import InvalidRequest, ShardMissing
 from gyre_client.transport.arguments import dataset_ref
 from gyre_client.transport.channel import parse_address
@@ -92,6 +93,27 @@ def test_headers_of_many_shards_are_kept_until_one_of_them_changes(
     daemon.restart()
     for refused in refusals(daemon):
         assert "shard 07.bin holds no token ids: it looks like an image" in str(refused)
+
+
+def test_an_index_that_is_replaced_alone_counts(serve: Serve, tmp_path: Path) -> None:
+    """The ids stay, and documents end elsewhere; another job may serve windows of the same ids."""
+    (tmp_path / "set").mkdir()
+    for number in range(20):
+        (tmp_path / f"set/{number:02}.bin").write_bytes(IDS[:50].astype("<u2").tobytes())
+        (tmp_path / f"set/{number:02}.idx").write_bytes(megatron_idx([20, 30], 2, 8, [0, 1, 2]))
+    daemon = serve("set", samples="documents", sequence_length=None)
+
+    def lengths() -> list[int]:
+        with Loader(
+            "set", batch_size=1, order="sequential", epochs=1, address=daemon.address
+        ) as it:
+            return [len(batch["tokens"]) for batch in it]
+
+    assert lengths() == [20, 30] * 20
+    daemon.stop()
+    (tmp_path / "set/07.idx").write_bytes(megatron_idx([10, 40], 2, 8, [0, 1, 2]))
+    daemon.restart()
+    assert lengths() == [20, 30] * 7 + [10, 40] + [20, 30] * 12
 
 
 def test_object_storage_is_asked_once_for_each_head_and_not_again(

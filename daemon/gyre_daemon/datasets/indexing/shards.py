@@ -3,8 +3,8 @@
 Several are scanned at once, by other processes: see `scanning`. Waits for files and for the disk
 are in threads. All of it ends soon after the last caller has left. The result of a probe for many
 shards, or for remote ones, is kept in one sidecar file, which counts for exactly these shards in
-these versions. The scans of many shards are kept joined, too, so that the next opening reads one
-file in place of a thousand sidecars.
+these versions, and for the files next to them that the probe has read. The scans of many shards are
+kept joined, too, so that the next opening reads one file in place of a thousand sidecars.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -66,6 +67,8 @@ _MAX_UNKEPT_SHARDS = 16
 # Joined scans with more bytes are not kept: to read them takes longer than to open the sidecars.
 _MAX_JOINED_BYTES = 64 << 20
 _ROWS = "rows of each shard"
+_BESIDE = "files next to the shards"
+_STAMPS = msgspec.json.Decoder(list[tuple[str, int, str]])  # made by one thread; see `sidecars`
 
 
 class IndexedShard(Struct, frozen=True):
@@ -486,24 +489,57 @@ class ProbeRunner:
         """
         shards = storage.shards[:num_shards]
         if len(shards) <= _MAX_UNKEPT_SHARDS and storage.local_file(0):
-            return await self._run(probe.run(shards), storage, settings)
+            return await self._run(probe.run(shards), storage, settings, {})
         key = _key_of_all(location, shards, probe.version)
         check = partial(_check_probe, probe, shards)
         arrays = None if refresh else await self._sidecars.load(key, None, check)
-        if arrays is None:
-            arrays = await self._run(probe.run(shards), storage, settings)
+        if arrays is None or not await self._is_current(arrays, storage, settings):
+            asked: dict[str, int] = {}
+            arrays = await self._run(probe.run(shards), storage, settings, asked)
+            stamps = [
+                (suffix, count, await self._stamp(storage, suffix, count, settings))
+                for suffix, count in asked.items()
+            ]
+            arrays[_BESIDE] = np.array(json.dumps(stamps))
             await self._sidecars.try_to_save(key, None, arrays)
         return arrays
 
+    async def _is_current(
+        self, arrays: Arrays, storage: Storage, settings: Mapping[str, Any]
+    ) -> bool:
+        """Whether the files next to the shards are those that a kept probe has read."""
+        for suffix, count, stamp in _stamps(arrays):
+            if stamp != await self._stamp(storage, suffix, count, settings):
+                return False
+        return _BESIDE in arrays
+
+    async def _stamp(
+        self, storage: Storage, suffix: str, count: int, settings: Mapping[str, Any]
+    ) -> str:
+        """A digest of how the files next to the first shards are listed; empty if one is absent."""
+        beside = await self._opener.open_beside(storage, range(count), suffix, settings)
+        return _digest_of(beside.shards) if beside else ""
+
     async def _run(
-        self, steps: ProbeSteps, storage: Storage, settings: Mapping[str, Any]
-    ) -> Arrays:
-        """Answer requests until the probe returns; the probe itself computes in a thread."""
+        self,
+        steps: ProbeSteps,
+        storage: Storage,
+        settings: Mapping[str, Any],
+        asked: dict[str, int],
+    ) -> dict[str, np.ndarray]:
+        """Answer requests until the probe returns; the probe itself computes in a thread.
+
+        `asked` takes each suffix of files next to the shards, and the number of shards, from the
+        first on, whose files were asked for.
+        """
         response: ProbeResponse | None = None
         while True:
             request = await compute(_advance, steps, response)
             if not isinstance(request, ProbeRequest):
-                return request
+                return dict(request)
+            if request.suffix:
+                count = max(request.shard) + 1
+                asked[request.suffix] = max(asked.get(request.suffix, 0), count)
             response = await self._answer(request, storage, settings)
 
     async def _answer(
@@ -525,7 +561,20 @@ class ProbeRunner:
 
 
 def _check_probe(probe: Probe, shards: Sequence[Shard], arrays: Arrays) -> None:
+    if any(not 0 < count <= len(shards) for _, count, _ in _stamps(arrays)):
+        raise ValueError("it has files of more shards than there are")
     probe.check(arrays, shards)
+
+
+def _stamps(arrays: Arrays) -> list[tuple[str, int, str]]:
+    """Of each kind of files that a kept probe has read: suffix, number of shards, and stamp.
+
+    Raises:
+        ValueError: they are none.
+    """
+    if _BESIDE not in arrays:
+        return []
+    return _STAMPS.decode(str(arrays[_BESIDE]))
 
 
 def _advance(steps: ProbeSteps, response: ProbeResponse | None) -> ProbeRequest | Arrays:
@@ -549,10 +598,14 @@ def _key_of_all(
     location: str, shards: Sequence[Shard], version: str, name: str = "all shards' headers"
 ) -> SidecarKey:
     """The key of the one sidecar of all shards, by a digest of how they were listed."""
-    listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards])
-    digest = hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
     num_bytes = sum(shard.size_bytes for shard in shards)
-    return SidecarKey(location, name, num_bytes, digest, version)
+    return SidecarKey(location, name, num_bytes, _digest_of(shards), version)
+
+
+def _digest_of(shards: Sequence[Shard]) -> str:
+    """A digest of how shards are listed."""
+    listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards])
+    return hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
 
 
 class IndexProgress(Struct, frozen=True):
