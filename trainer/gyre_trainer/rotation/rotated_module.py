@@ -104,48 +104,9 @@ def drop_rates(module: nn.Module) -> dict[str, float]:
     }
 
 
-@dataclass(slots=True)
-class Guard:
-    """The state of a module when it was rotated.
-
-    Attributes:
-        module: the module whose forward runs with slices: the rotated one, or the core of a block.
-        name: of the rotated module's class.
-        cls: the module's class.
-        fields: the compared values, by names for messages.
-    """
-
-    module: nn.Module
-    name: str
-    cls: type
-    fields: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module, name: str) -> "Guard":
-        """The guard of a module that is rotated now."""
-        own = own_class(module)
-        return cls(module, name, own, dict(_fields(module, own)))
-
-    def require_same(self) -> None:
-        """Return if nothing was switched that the rule depends on.
-
-        Raises:
-            RotationError: names the value then and now.
-        """
-        fields = dict(_fields(self.module, self.cls))
-        if fields == self.fields:
-            return
-        for name in {**self.fields, **fields}:
-            before, after = self.fields.get(name), fields.get(name)
-            if before != after:
-                raise RotationError(
-                    f"{self.name}: {name} was {_told(before)} when it was rotated as one, and is "
-                    f"{_told(after)} now. Set it before rotate_all, or let its layers rotate one "
-                    "by one (find_blocks=False, and no rule for the module)"
-                )
-
-
-def _fields(module: nn.Module, cls: Any) -> Iterator[tuple[str, Any]]:
+def _guarded(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a rule depends on and code may switch later, by names for messages."""
+    cls: Any = own_class(module)
     yield "the forward of its class", cls.forward
     for name, value in kernels_of(module).items():
         yield f"its {name}", value
@@ -360,16 +321,14 @@ class RotatedModule(ShardedModule):
         unchecked_modes: the values of `training` with which the module is still to be checked, at
             its first call.
         is_unverified: whether it is too large to be compared with the whole module by default.
-        num_hooks: how many hooks modules inside had when it was rotated.
-        guard: what its rule depends on and code may switch later.
+        guard: the state that its rule depends on, as it was when the module was rotated.
         was_called: whether its forward has run.
     """
 
     rotation: Rotation
     unchecked_modes: Set[bool] = frozenset()
     is_unverified: bool = False
-    num_hooks: int = 0
-    guard: Guard
+    guard: Mapping[str, Any]
     was_called: bool = False
     training: bool
     _by_rule: dict[Rule, Rotation]
@@ -379,18 +338,26 @@ class RotatedModule(ShardedModule):
         """The module's output for this rank's part of the batch, as without rotation."""
         if not self.was_called:  # torch checks each attribute when it is set
             self.was_called = True
-        self.guard.require_same()
-        self._require_no_more_hooks()
+        self._require_same()
         return run(self.rotation, args, kwargs)
 
-    def _require_no_more_hooks(self) -> None:
-        """Refuse hooks inside that the rule was not checked with.
+    def _require_same(self) -> None:
+        """Return if nothing was switched that the rule depends on.
 
         Raises:
-            RotationError: there are more than when the module was rotated.
+            RotationError: names the value then and now; or there is a hook inside.
         """
         rotation = self.rotation
-        if rotation.rule.linear_in and num_hooks_inside(rotation.module) > self.num_hooks:
+        guard = dict(_guarded(rotation.module))
+        for name in {**self.guard, **guard}:
+            before, after = self.guard.get(name), guard.get(name)
+            if before != after:
+                raise RotationError(
+                    f"{rotation.name}: {name} was {_told(before)} when it was rotated as one, and "
+                    f"is {_told(after)} now. Set it before rotate_all, or let its layers rotate "
+                    "one by one (find_blocks=False, and no rule for the module)"
+                )
+        if rotation.rule.linear_in and num_hooks_inside(rotation.module):
             raise RotationError(
                 f"a hook was registered inside of {own_class(rotation.module).__name__} after it "
                 "was rotated as a whole: it would be called for each slice, with a part of "
@@ -409,8 +376,7 @@ class RotatedModule(ShardedModule):
         rotation = self.rotation
         copy_shards(list(rotation.module.parameters()), memo)
         copied: Any = self._copy(memo, "rotation", "_by_rule", "guard")
-        core = deepcopy(self.guard.module, memo)
-        copied.guard = Guard.of(core, self.guard.name)
+        copied.guard = dict(_guarded(copied))
         copied.rotation = replace(
             rotation,
             module=copied,
@@ -507,8 +473,7 @@ def wrap(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
         )
     mix_in(module, RotatedModule, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
-    module.num_hooks = num_hooks_inside(module)  # type: ignore[assignment]
-    module.guard = Guard.of(module, rotation.name)  # type: ignore[assignment]
+    module.guard = dict(_guarded(module))  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]
 
 
