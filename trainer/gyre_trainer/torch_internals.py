@@ -86,8 +86,11 @@ def storage_number(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; torch keeps the count for autograd alone."""
-    return tensor._version
+    """How often a tensor was written to; torch keeps the count for autograd alone.
+
+    It counts no writes to a tensor of inference mode: 0.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def _attributes_of(module: nn.Module) -> _Attributes:
 
 def _count_of(value: object) -> int:
     if isinstance(value, Tensor):
-        return 0 if value.is_inference() else version_of(value)
+        return version_of(value)
     return len(value) if isinstance(value, list | dict | set) else 0
 
 

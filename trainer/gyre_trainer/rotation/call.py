@@ -202,27 +202,6 @@ class ComputedSlice:
     inputs: list[Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptInput:
-    """An input that is kept until backward; no autograd function that checks its version saves it.
-
-    Attributes:
-        tensor: the input.
-        version: what it was after the call; None where torch does not count it.
-    """
-
-    tensor: Tensor
-    version: int | None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_KeptInput":
-        return cls(tensor, None if tensor.is_inference() else version_of(tensor))
-
-    @property
-    def is_changed(self) -> bool:
-        return self.version is not None and version_of(self.tensor) != self.version
-
-
 class Call:
     """One call of a rotated module.
 
@@ -263,7 +242,8 @@ class Call:
         )
         self._autocast = autocast_of_now(rotation.sharded.flat.device)
         self._recomputations: list[Recomputation | None] = []
-        self._kept_inputs: list[Recomputation | _KeptInput] = []
+        # How to compute an input again; or the input, and its version after the call.
+        self._kept_inputs: list[Recomputation | tuple[Tensor, int]] = []
         self.inputs: list[Tensor] = []
         self.output_form: Form | None = None
 
@@ -342,7 +322,7 @@ class Call:
     def release_inputs(self) -> None:
         """Release the inputs that can be computed again, until `restore_inputs`."""
         self._kept_inputs = [
-            recomputation or _KeptInput.of(tensor)
+            recomputation or (tensor, version_of(tensor))
             for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
         ]
         self.inputs.clear()
@@ -354,8 +334,8 @@ class Call:
         Raises:
             RotationError: one that nothing computes again was written to since the call.
         """
-        kept = [each for each in self._kept_inputs if isinstance(each, _KeptInput)]
-        if any(each.is_changed for each in kept):
+        kept = (each for each in self._kept_inputs if not isinstance(each, Recomputation))
+        if any(version_of(tensor) != version for tensor, version in kept):
             raise RotationError(
                 f"a tensor that {self._rotation.name} was called with was written to before its "
                 "backward, which computes the module again from it. Give the module a copy "
@@ -364,7 +344,7 @@ class Call:
         cache: dict[Any, Tensor] = {}
         self._set_inputs(
             [
-                each.compute_again(cache) if isinstance(each, Recomputation) else each.tensor
+                each.compute_again(cache) if isinstance(each, Recomputation) else each[0]
                 for each in self._kept_inputs
             ]
         )

@@ -97,13 +97,8 @@ class GatheredParameter:
         if torch.is_grad_enabled():
             sharded.before_training(self.name)
         whole: Tensor = _Gather.apply(parameter, self)  # type: ignore[no-untyped-call]
-        self._version = 0 if whole.is_inference() else version_of(whole)
+        self._version = version_of(whole)
         return whole
-
-    @property
-    def version(self) -> int:
-        """A number that grows with every write to the parameter."""
-        return self.sharded.version
 
     def again(self, version: int) -> Tensor:
         """The whole parameter in backward, held until that has its gradient. Collective.
@@ -111,7 +106,7 @@ class GatheredParameter:
         Raises:
             RotationError: it is not as it was in forward.
         """
-        if version != self.version:
+        if version != self.sharded.version:
             raise RotationError(f"{self.name} changed between forward and backward")
         if self._whole is None or self._whole[0] != version:
             with torch.no_grad():
@@ -144,8 +139,7 @@ class GatheredParameter:
         Raises:
             RotationError: the version is another one than that of the values that were gathered.
         """
-        version = 0 if whole.is_inference() else version_of(whole)
-        if version != self._version:
+        if version_of(whole) != self._version:
             raise RotationError(
                 f"{self.name} is written to by a forward, but each rank has only its shard of it; "
                 "keep its module whole by a rule of None"
@@ -213,7 +207,7 @@ def saved_by_place(wholes: Mapping[int, tuple[Tensor, GatheredParameter]]) -> It
             return pack_other(tensor)
         gathered = found[1]
         offset = int(tensor.storage_offset())
-        return _Saved(gathered, gathered.version, offset, tensor.size(), tensor.stride())
+        return _Saved(gathered, gathered.sharded.version, offset, tensor.size(), tensor.stride())
 
     def unpack(saved: Any) -> Any:
         if not isinstance(saved, _Saved):
