@@ -28,10 +28,11 @@ Also here:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -50,7 +51,7 @@ from gyre_trainer.torch_internals import at_end_of_backward, gradients, storage_
 
 
 class SlicesInFlight:
-    """The slices of a rotation, or their pieces of one round, in flight. A context that closes it.
+    """The slices of a rotation, or their pieces of one round, in flight until it is closed.
 
     Attributes:
         own: the number of the own piece, and the piece as it travels.
@@ -67,12 +68,6 @@ class SlicesInFlight:
         hop = HopIdentity(rotation.number, forward, False, round_, 1)
         self.remote = RemoteSlices(ring, flat, pieces, direction, hop)
         self.version = rotation.sharded.version
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Wait for the hops in flight, and put the buffers back."""
@@ -305,7 +300,7 @@ class RingPass:
         """The reduced outputs of the slices."""
         self._call.detach_inputs(tensors)
         for round_ in range(self._layout.num_rounds):
-            with SlicesInFlight(self._rotation, Direction.CLOCKWISE, round_) as slices:
+            with closing(SlicesInFlight(self._rotation, Direction.CLOCKWISE, round_)) as slices:
                 for hop, (index, flat) in enumerate(chain([slices.own], slices.remote)):
                     with slice_span(self._rotation.module, "forward", index, hop):
                         self._reduce(index, self._run(index, flat))
@@ -389,7 +384,7 @@ class RingPass:
         prefetch = _PREFETCHES.setdefault(self._ring, Prefetch())
         prefetch.backward_begins(self._rotation)
         for round_ in range(self._layout.num_rounds):
-            with prefetch.slices(self._rotation, round_) as slices:
+            with closing(prefetch.slices(self._rotation, round_)) as slices:
                 yield from slices.remote
                 prefetch.start_next(self._rotation, round_)
                 yield slices.own
