@@ -14,8 +14,7 @@ all ranks make the same hops in the same order.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -221,11 +220,11 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         for tensor in arguments.take_tensors()
     ]
     # Plain tensors may stand in the place of parameters while the model runs.
-    parameters = [
-        (parameters_of(each), name, parameter)
-        for each in module.modules()
+    parameters = {
+        f"{path}.{name}".removeprefix("."): parameter
+        for path, each in module.named_modules()
         for name, parameter in parameters_of(each).items()
-    ]
+    }
     num_runs = 0
 
     def compute(*given: Tensor) -> tuple[Any, Any]:
@@ -234,7 +233,7 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         num_runs += 1
         node = _Saved.apply(torch.empty(0, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
         args, kwargs = arguments.call(given)
-        with _in_place(parameters if num_runs > 1 else ()):
+        with swapped(module, parameters if num_runs > 1 else {}):
             return forward(*args, **kwargs), node
 
     versions, before = [version_of(each) for each in tensors], _attributes_of(module)
@@ -263,19 +262,6 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(run_again)  # type: ignore[no-untyped-call]
     return output
-
-
-@contextmanager
-def _in_place(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """A context in which modules have these parameters, as they had them in forward."""
-    now = [(parameters, name, parameters.get(name)) for parameters, name, _ in places]
-    for parameters, name, parameter in places:
-        parameters[name] = parameter
-    try:
-        yield
-    finally:
-        for parameters, name, parameter in now:
-            parameters[name] = parameter
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
