@@ -55,7 +55,6 @@ from gyre_trainer.rotation.rotated_module import (
     experts_function,
     kernels_of,
     num_hooks_inside,
-    num_hooks_of,
     own_class,
     sets_forward,
     wrap,
@@ -320,8 +319,9 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
     if kind is None or not has_code_of(module, kind) or computes_weights(module):
         return False
-    if kind not in (*_LAYERS, nn.MultiheadAttention) and _has_hooks(module):
-        return False
+    is_block = kind not in (*_LAYERS, nn.MultiheadAttention)
+    if is_block and (num_hooks_inside(module) or any(map(sets_forward, module.modules()))):
+        return False  # a hook or a forward of other code would see slices
     match module:
         case nn.Linear():
             rotate_linear(module, target)
@@ -352,12 +352,6 @@ def has_code_of(module: nn.Module, kind: type[nn.Module]) -> bool:
     } - _NOT_CALLED
     subclasses = cls.__mro__[: cls.__mro__.index(kind)]
     return not any(name in vars(each) for each in subclasses for name in named)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a layer inside has a hook or a forward of other code, which would see slices."""
-    inside = (each for each in module.modules() if each is not module)
-    return any(sets_forward(each) or num_hooks_of(each) for each in inside)
 
 
 def computes_weights(module: nn.Module) -> bool:

@@ -156,7 +156,8 @@ class LinearRule(Rule):
         self, position: int, layout: Layout, dtype: torch.dtype
     ) -> OutputReduction:
         """Side by side, along the features."""
-        return ConcatenatedOutputs(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+        bounds = [of_piece["weight"] for of_piece in layout.bounds_in]
+        return ConcatenatedOutputs(-1, bounds, "weight", dtype)
 
 
 class WeightOnlyRule(LinearRule):

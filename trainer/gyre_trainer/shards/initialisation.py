@@ -95,18 +95,12 @@ def _fill(model: nn.Module, seed: int) -> None:
         )
 
 
-def is_adapted_layer(module: nn.Module) -> bool:
-    """Whether it is a layer of peft, around the layer that it adapts."""
-    return hasattr(module, "base_layer") and isinstance(
-        getattr(module, "adapter_layer_names", None), tuple
-    )
-
-
 def adapters_of(module: nn.Module) -> list[nn.Module]:
-    """The adapters of a layer of peft; none for any other module."""
-    layer: Any = module
-    names = layer.adapter_layer_names if is_adapted_layer(module) else ()
-    own = (getattr(layer, name, None) for name in names)
+    """The adapters of a layer of peft, which is around the layer that it adapts; else none."""
+    names = getattr(module, "adapter_layer_names", None)
+    if not (hasattr(module, "base_layer") and isinstance(names, tuple)):
+        return []
+    own = (getattr(module, name, None) for name in names)
     return [each for each in own if isinstance(each, nn.Module)]
 
 

@@ -99,10 +99,6 @@ class Layout:
         """The half-open range of the cut dim that a piece holds."""
         return self.bounds_in[piece][cut.name]
 
-    def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
-        """The half-open ranges of all pieces, in the order of their numbers."""
-        return [bounds[cut.name] for bounds in self.bounds_in]
-
     def numel(self, piece: int) -> int:
         """The number of elements of a piece; piece 0 is the largest."""
         return self._numels[piece]
