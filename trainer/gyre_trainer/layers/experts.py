@@ -1,19 +1,5 @@
 # ruff: noqa: N806  # names carry shape letters
-"""Which modules follow the experts of a list in the forward of the module that has them.
-
-[Note: Ranks without tokens for any expert]
-
-A rank whose tokens choose no expert calls them all with no tokens, before the next module that
-rotates, if that one follows the experts, as shared experts do. It must not do so before a router,
-or its ranks would call different modules. Only a rank that calls an expert sees which of them it
-is. So in the first forward all ranks tell each other what they call: each time that one would call
-its first expert, another module that rotates, or nothing more. All do that equally often, because
-they call the modules before the experts alike. Once a rank has called an expert, a module that
-other ranks would call instead follows it.
-
-Also here:
-
-* A mixture of experts by groups of experts: experts travel, and each rank keeps its own tokens.
+"""A mixture of experts by groups of experts: experts travel, and each rank keeps its own tokens.
 
 No token is sent, so none is dropped for lack of capacity, and no rank waits for an expert that more
 tokens chose. The price is that all experts travel to every rank, chosen or not.
@@ -21,16 +7,20 @@ tokens chose. The price is that all experts travel to every rank, chosen or not.
 Dims: T tokens, D model, H hidden, E experts, K choices of a token, R rows: one for each choice of
 an expert that is here.
 
-Lists of experts: a rank calls only those that its tokens chose.
+[Note: Lists of experts]
 
-Every rank must call the same modules in the same order. So a module with such a list calls the
-experts that its tokens did not choose, too, with no tokens: in the order of the list, before the
-next chosen expert, and the last ones before another module that rotates, such as shared experts,
-or after its forward. Whether such a module follows the experts, a rank without tokens for any of
-them cannot see, so the ranks tell each other in the first forward. An empty sum of
-their outputs is added to the module's output, so that they take part in backward as well, in the
-same order on every rank. So is one of what is called before the experts, such as a router: on a
-rank without tokens, nothing else may lead from the loss to it.
+A rank calls only the experts of a list that its tokens chose, but every rank must call the same
+modules in the same order. So a module with such a list calls the other experts, too, with no
+tokens: in the order of the list, before the next chosen expert, and the last ones before another
+module that rotates and follows the experts, such as shared experts, or after its forward. An empty
+sum of their outputs is added to the module's output, so that they take part in backward as well, in
+the same order on every rank. So is one of the outputs of modules before the experts, such as a
+router: on a rank without tokens, nothing else may lead from the loss to it.
+
+Which modules follow the experts, a rank without tokens for any of them cannot see. So in the first
+forward all ranks tell each other each call: of the first expert, of another module that rotates, or
+of nothing more. All do that equally often, because they call the modules before the experts alike.
+Once a rank has called an expert, a module that other ranks would call instead follows it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,11 +35,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from gyre_trainer.comm.mesh import ring_group
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import changed_counts
 from gyre_trainer.layers.mlp import refuse_dropout
@@ -60,18 +47,21 @@ from gyre_trainer.torch_internals import is_fake, tree_flatten, tree_unflatten, 
 
 
 class CallOrder:
-    """Which of some modules follow a list of experts; collective until a rank calls an expert."""
+    """Which of some modules follow a list of experts; collective until a rank calls an expert.
 
-    def __init__(self, mesh: DeviceMesh, num_others: int) -> None:
+    See [Note: Lists of experts].
+    """
+
+    def __init__(self, ring: Ring, device: torch.device, num_others: int) -> None:
         """``num_others`` other modules rotate."""
-        self._mesh = mesh
+        self._ring, self._device = ring, device
         self._num_others = num_others
         self._is_known = not num_others
         self._following: set[int] = set()
 
     def copy(self) -> "CallOrder":
         """The order of a copied module, which is not known yet."""
-        return CallOrder(self._mesh, self._num_others)
+        return CallOrder(self._ring, self._device, self._num_others)
 
     def expert_comes(self) -> None:
         """The first expert in a forward is called now."""
@@ -95,13 +85,13 @@ class CallOrder:
     def _tell(self, number: int) -> None:
         if self._is_known:
             return
-        called = torch.zeros(self._num_others + 2, device=self._mesh.device_type)
+        called = torch.zeros(self._num_others + 2, device=self._device)
         called[number] = 1
         if is_fake(called):
             self._is_known = True
             return
-        with ring_of(self._mesh).hang_diagnosis.collective("comparing calls of experts"):
-            dist.all_reduce(called, dist.ReduceOp.MAX, group=ring_group(self._mesh))
+        with self._ring.hang_diagnosis.collective("comparing calls of experts"):
+            dist.all_reduce(called, dist.ReduceOp.MAX, group=self._ring.group)
         *others, expert, _ = called.gt(0).tolist()
         if expert:
             self._is_known = True
@@ -454,7 +444,9 @@ def call_every_expert(model: nn.Module) -> None:
                 continue
             mix_in(module, CallsEveryExpert, "Whole")
             others = list(_others(module, experts))
-            order = CallOrder(_mesh_of(experts), len(others))
+            rotated = (each for each in experts.modules() if isinstance(each, RotatedModule))
+            sharded = next(rotated).rotation.sharded
+            order = CallOrder(sharded.ring, sharded.flat.device, len(others))
             listed = list(experts.children())
             calls = _Calls(listed, path or type(module).__name__, order)
             module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
@@ -470,13 +462,6 @@ def _numbers(output: Any) -> list[Tensor]:
     """The tensors of floating-point numbers in an output."""
     leaves = tree_flatten(output)[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _mesh_of(experts: nn.Module) -> DeviceMesh:
-    rotated = next(each for each in experts.modules() if isinstance(each, RotatedModule))
-    parameter = rotated.rotation.sharded.parameters[0]
-    assert isinstance(parameter, DTensor)
-    return parameter.device_mesh
 
 
 def _others(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
