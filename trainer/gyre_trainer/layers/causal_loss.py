@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             )
         inputs["decoder_input_ids"] = prepare(labels=labels_BT)
     mask_BT = inputs.get("attention_mask")
-    leaves_padding_out = not library.problem and library.leaves_padding_out
+    _, leaves_padding_out = library.compared()
     if leaves_padding_out and torch.is_tensor(mask_BT) and shifted_BT is None:
         labels_BT = labels_BT.masked_fill(mask_BT.to(labels_BT.device) == 0, _IGNORED)
     if not library.is_encoder_decoder:
@@ -144,10 +144,8 @@ class LossHead(nn.Module):
         return self.loss
 
 
-# By model: why its loss is not computed here; empty if it is.
-_problems: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-# Models whose loss leaves out tokens that `attention_mask` hides, as Gemma 3's for images does.
-_masked: WeakSet[nn.Module] = WeakSet()
+# By model: results of `LibraryModel.compared`.
+_COMPARED: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
 
 
 class LibraryModel:
@@ -201,29 +199,25 @@ class LibraryModel:
         Raises:
             RotationError: the library's own loss is another one.
         """
-        if self.problem:
-            raise RotationError(self.problem)
+        problem, _ = self.compared()
+        if problem:
+            raise RotationError(problem)
         transform = {"scale": self._transform.scale, "soft_cap": self._transform.soft_cap}
         loss, output = self._run(inputs, partial(compute, **transform))
         return self._with_router(loss, output)
 
-    @property
-    def problem(self) -> str:
-        """Why its loss is not computed here; empty if it is. The first call is collective."""
-        if self._model not in _problems:
-            problem = self._compared()
-            if problem is None:
-                return ""
-            _problems[self._model] = problem
-        return _problems[self._model]
+    def compared(self) -> tuple[str, bool]:
+        """Why its loss is not computed here, empty if it is; and whether it leaves padding out.
 
-    @property
-    def leaves_padding_out(self) -> bool:
-        """Whether tokens that `attention_mask` hides have no loss, even with labels.
-
-        Known once `problem` was asked for.
+        Then tokens that `attention_mask` hides have no loss, even with labels, as in Gemma 3's for
+        images. The first call is collective.
         """
-        return self._model in _masked
+        if self._model not in _COMPARED:
+            found = self._compare()
+            if found is None:
+                return "", False
+            _COMPARED[self._model] = found
+        return _COMPARED[self._model]
 
     def _run(
         self, inputs: Mapping[str, Any], compute: Callable[[nn.Linear, Tensor], Tensor]
@@ -242,8 +236,8 @@ class LibraryModel:
         return loss + self._router_factor * of_router if torch.is_tensor(of_router) else loss
 
     @torch.no_grad()
-    def _compared(self) -> str | None:
-        """How the library's loss of given logits differs; empty if not, None on fake tensors.
+    def _compare(self) -> tuple[str, bool] | None:
+        """How the library's loss of given logits differs; None on fake tensors. See `compared`.
 
         The logits are the same for all models, so they are large whatever the weights are. In
         evaluation nothing drops out, so no random number is drawn.
@@ -253,32 +247,33 @@ class LibraryModel:
         ids_BT %= head.out_features
         if is_fake(ids_BT):
             return None
+        leaves_padding_out = False
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             expected, found, is_same = self._losses(ids_BT)
             has_padding = "attention_mask" in self.arguments and not self.is_encoder_decoder
             if is_same and has_padding and not self._losses(ids_BT, num_hidden=1)[2]:
-                _masked.add(self._model)
-                expected, found, is_same = self._losses(ids_BT, num_hidden=1)
+                leaves_padding_out = True
+                expected, found, is_same = self._losses(ids_BT, 1, leaves_padding_out=True)
         except RotationError:
             raise
         except (TypeError, ValueError) as error:  # it takes other inputs, or another forward
-            return (
-                f"{self.name}: causal_loss cannot compute the loss of a row of tokens ({error}). "
-                "Call model(labels=...)."
-            )
+            problem = f"cannot compute the loss of a row of tokens ({error})"
+            return f"{self.name}: causal_loss {problem}. Call model(labels=...).", False
         finally:
             for module, training in modes:
                 module.training = training
         if is_same:
-            return ""
+            return "", leaves_padding_out
         return (
             f"{self.name}: causal_loss does not know the loss of this family (on eight tokens got "
             f"{float(expected):.6g}, the library {float(found):.6g}). Call model(labels=...)."
-        )
+        ), False
 
-    def _losses(self, ids_BT: Tensor, num_hidden: int = 0) -> tuple[Tensor, Tensor, bool]:
+    def _losses(
+        self, ids_BT: Tensor, num_hidden: int = 0, *, leaves_padding_out: bool = False
+    ) -> tuple[Tensor, Tensor, bool]:
         """The loss of given logits, the library's own, and whether they are the same.
 
         The last ``num_hidden`` tokens are padding by the mask, and have labels all the same.
@@ -293,7 +288,7 @@ class LibraryModel:
         found = getattr(output, "loss", None)
         if found is None:
             raise TypeError("the model returns no loss for labels")
-        counted_BT = ids_BT.masked_fill(is_hidden, _IGNORED) if self.leaves_padding_out else ids_BT
+        counted_BT = ids_BT.masked_fill(is_hidden, _IGNORED) if leaves_padding_out else ids_BT
         labels_BT = counted_BT if self.is_encoder_decoder else _next_tokens(counted_BT)
         logits_TV = logits_BTV.flatten(0, -2).to(wide(logits_BTV.dtype), copy=True)
         expected = F.cross_entropy(self._transform.apply_(logits_TV), labels_BT.flatten())
@@ -323,7 +318,8 @@ def takes_causal_loss(model: nn.Module) -> bool:
         library = LibraryModel(model)
     except RotationError:  # its head is no linear layer, or has a hook
         return False
-    return not library.problem
+    problem, _ = library.compared()
+    return not problem
 
 
 def _head_of(model: nn.Module) -> Any:
