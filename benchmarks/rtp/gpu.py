@@ -48,7 +48,7 @@ class CopyTransport(ProcessGroupTransport):
     """
 
     def __init__(self, ring: Ring, device: torch.device, *, hops: bool) -> None:
-        super().__init__(ring.group, ring.hang_diagnosis)
+        super().__init__(ring.group)
         self.moves, self._hops = True, hops
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 

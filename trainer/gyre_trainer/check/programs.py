@@ -352,7 +352,7 @@ class StagedTransport(ProcessGroupTransport):
     """
 
     def __init__(self, ring: Ring, device: torch.device, late: str) -> None:
-        super().__init__(ring.group, ring.hang_diagnosis)
+        super().__init__(ring.group)
         self._late = late
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "gyre check hops")

@@ -162,7 +162,7 @@ class HangDiagnosis:
         # How many waits for hops have ended, and the identity of the present one, or 0: one pair,
         # because a thread reads it at any time.
         self._hop = 0, 0
-        self._end_waits: Callable[[], Callable[[], object] | None] = lambda: None
+        self._end_waits: Callable[[], object] = lambda: None
         self._ends_hops_alone = True
         self._store: Store | None = None
         self._verdict: Verdict | None = None
@@ -184,11 +184,9 @@ class HangDiagnosis:
     def end_waits_by(self, give_up: Callable[[], object], *, hops_alone: bool) -> None:
         """Call this from a thread when there is a verdict: it lets the waits of this rank fail.
 
-        With ``hops_alone``, only while this rank waits for a hop; others end by themselves. The
-        method keeps its object no longer, which has this one: both end with their ring, and this
-        thread answers for no later ring of the group.
+        With ``hops_alone``, only while this rank waits for a hop; others end by themselves.
         """
-        self._end_waits, self._ends_hops_alone = weakref.WeakMethod(give_up), hops_alone
+        self._end_waits, self._ends_hops_alone = give_up, hops_alone
 
     def look(self, before: tuple[int, int]) -> tuple[int, int]:
         """Write the rank's progress while some rank asks, and end its waits at a verdict.
@@ -207,9 +205,9 @@ class HangDiagnosis:
             self._compare(*now)
         if self._store.check([_ASKED]):
             _write(self._store, self._rank, self._progress)
-            give_up = self._end_waits() if self._verdicts.first() is not None else None
-            if give_up and (self._hop[1] or not self._ends_hops_alone):
-                give_up()
+            ends = self._hop[1] or not self._ends_hops_alone
+            if self._verdicts.first() is not None and ends:
+                self._end_waits()
         return now
 
     def _compare(self, num_hops: int, identity: int) -> None:
@@ -244,11 +242,6 @@ class HangDiagnosis:
             self._hop = num_hops + 1, 0
         self._progress.waiting_for = ""
         self._progress.num_waits_done += 1
-
-    def pass_hop(self, identity: int) -> None:
-        """Count a hop of a module in which this rank sends and receives nothing."""
-        if identity:
-            self._hop = self._hop[0] + 1, 0
 
     @contextmanager
     def collective(self, what: str, identity: int = 0) -> Iterator[None]:

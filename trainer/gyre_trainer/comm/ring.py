@@ -103,9 +103,8 @@ class ProcessGroupTransport:
         moves: whether it moves anything: a simulated process group does not.
     """
 
-    def __init__(self, group: dist.ProcessGroup, diagnosis: HangDiagnosis) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._diagnosis = diagnosis
         self.moves = dist.get_backend(group) != "fake"
 
     def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
@@ -115,16 +114,12 @@ class ProcessGroupTransport:
             The waits with their descriptions, in the order in which they are to be called.
 
         Raises:
-            RingError: a leg could not be started.
-            RotationError: another rank has found that ranks call different modules.
+            RuntimeError: a leg could not be started.
         """
-        try:
-            # Sends come first. Gloo writes at once if the other side already waits, and holds
-            # a lock meanwhile on which its own thread spins if the two share a core. That thread
-            # itself writes later data without a reader.
-            works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
-        except RuntimeError as error:
-            raise self._diagnosis.error(_described(legs), error) from error
+        # Sends come first. Gloo writes at once if the other side already waits, and holds a lock
+        # meanwhile on which its own thread spins if the two share a core. That thread itself
+        # writes later data without a reader.
+        works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
         if len(works) != len(legs):  # NCCL returns one work for the whole batch
             return [(work.wait, _described(legs)) for work in works]
         waits = [work.wait for work in reversed(works)]
@@ -288,28 +283,25 @@ class Hop:
         if self._is_over:
             return
         self._is_over, diagnosis = True, self._ring.hang_diagnosis
-        if not self._waits:  # both slices are empty, and ranks count hops alike
-            diagnosis.pass_hop(self.identity)
-            return
         what = " and ".join(what for _, what in self._waits)
         began_s = time.perf_counter()
-        with diagnosis.waiting(what, self.identity):
+        with diagnosis.waiting(what, self.identity):  # also for empty slices: ranks count alike
             for wait, what in self._waits:
                 try:
                     with span(what):
                         wait()
                 except (RuntimeError, OSError) as error:
                     self._fail(diagnosis.error(what, error), error)
-            self._compare(self._waits[0][1])
+            self._compare()
         Hop.waited_s += time.perf_counter() - began_s
-        del self._ring.in_flight[self]
+        self._ring.in_flight.pop(self, None)
         self._waits = self._frames = ()
 
-    def _compare(self, what: str) -> None:
+    def _compare(self) -> None:
         """Compare the identities of both ends, and fill the incoming tensor."""
         if not self._frames:
             return
-        arrived = self._frames[0]
+        arrived, (_, what) = self._frames[0], self._waits[0]
         fail = partial(self._ring.refuse, what, self.identity, self._source)
         if arrived.whole.device.type != "cpu":
             self._ring.checks.require(number_in(arrived.whole), self.identity, fail)
@@ -428,16 +420,16 @@ class Ring:
                 leg._replace(tensor=frame.whole) for leg, frame in zip(legs, frames, strict=True)
             ]
             waits = self._start(framed_legs, stream)
-        is_compared = bool(legs) and legs[0].arrives
-        kept = frames if is_compared else ()
-        return Hop(waits, self, identity, kept, self._global(-direction), address)
+        compared = frames if waits and legs[0].arrives else ()
+        return Hop(waits, self, identity, compared, self._global(-direction), address)
 
     def _start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Wait, str]]:
         try:
             return self.transport.start(legs, stream) if legs else []
-        except (RingError, RotationError):
+        except RuntimeError as error:
+            failure = self.hang_diagnosis.error(_described(legs), error)
             self.transport.give_up()
-            raise
+            raise failure from error
 
     def largest(self, value: int, identity: int) -> int:
         """The largest value on the ring; collective. With gloo, no device is waited for.
@@ -523,7 +515,7 @@ def ring_of(mesh: DeviceMesh) -> Ring:
         _check_before_steps()
         replicas, modules = replica_group(mesh), _MODULES.setdefault(group, Modules())
         diagnosis = HangDiagnosis(group, modules, None if replicas is None else mesh.mesh)
-        transport = ProcessGroupTransport(_hop_group(group, mesh.device_type), diagnosis)
+        transport = ProcessGroupTransport(_hop_group(group, mesh.device_type))
         ring = _RINGS[group] = Ring(group, transport, diagnosis, modules, replicas)
         # NCCL keeps the host in no hop, so there its communicators are aborted at once
         diagnosis.end_waits_by(transport.give_up, hops_alone=mesh.device_type == "cpu")
