@@ -255,22 +255,18 @@ def _parsed(function: FunctionType) -> tuple[str, _Names, _Names, _Names]:
     ast.fix_missing_locations(plain)
     first = plain.args.args[0].arg if plain.args.args else ""
     names = {each.id for each in ast.walk(plain) if isinstance(each, ast.Name)}
-    own = {
-        each.attr
-        for each in ast.walk(plain)
-        if isinstance(each, ast.Attribute)
-        and isinstance(each.value, ast.Name)
-        and each.value.id == first
-    }
+    attributes = [each for each in ast.walk(plain) if isinstance(each, ast.Attribute)]
+    own = {each.attr for each in attributes if _is_named(each.value, first)}
     above = {
         each.attr
-        for each in ast.walk(plain)
-        if isinstance(each, ast.Attribute)
-        and isinstance(each.value, ast.Call)
-        and isinstance(each.value.func, ast.Name)
-        and each.value.func.id == "super"
+        for each in attributes
+        if isinstance(each.value, ast.Call) and _is_named(each.value.func, "super")
     }
     return ast.unparse(plain), tuple(sorted(names)), tuple(sorted(own)), tuple(sorted(above))
+
+
+def _is_named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 class _Plain(ast.NodeTransformer):

@@ -409,7 +409,6 @@ class Call:
                 bounds,
                 self.deferred,
                 pieces.num_slices,
-                pieces.cuts,
             )
             output = rotation.rule.run(current, *args, **kwargs)
         written = self._arguments.written_to(args, kwargs)
@@ -439,14 +438,6 @@ class Call:
             returned = f"a tensor of {wrong}" if wrong else type(output).__name__
             raise RotationError(_told_of_output(self._rotation.name, returned))
         return tensors
-
-    def rebuild_output(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-        """The module's output, in the form of a slice's output, with ``tensors`` as its tensors.
-
-        An argument that slices return is one of `given`, the caller's own tensor.
-        """
-        assert self.output_form is not None
-        return self.output_form.filled(tensors, given)
 
     def of_parameters(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the trainable shards as those of their parameters."""

@@ -233,7 +233,8 @@ def _run_by_slices(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str,
     if call.recomputed:
         call.find_recomputations()
     outputs = _Rotate.apply(RingPass(rotation, call), *call.tensors)  # type: ignore[no-untyped-call]
-    return call.rebuild_output(outputs, given)
+    assert call.output_form is not None
+    return call.output_form.filled(outputs, given)  # an argument that slices return is the caller's
 
 
 class _Rotate(torch.autograd.Function):

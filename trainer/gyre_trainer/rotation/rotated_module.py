@@ -338,10 +338,10 @@ class RotatedModule(ShardedModule):
         """The module's output for this rank's part of the batch, as without rotation."""
         if not self.was_called:  # torch checks each attribute when it is set
             self.was_called = True
-        self._require_same()
+        self._compare_guard()
         return run(self.rotation, args, kwargs)
 
-    def _require_same(self) -> None:
+    def _compare_guard(self) -> None:
         """Return if nothing was switched that the rule depends on.
 
         Raises:

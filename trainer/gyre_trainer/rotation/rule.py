@@ -306,7 +306,6 @@ class ModuleSlice:
         bounds: the half-open range of the cut dim that the slice holds, by name.
         deferred: gradients of linear layers that backward computes last.
         num_slices: how many slices make the module; 1 where it is computed whole.
-        cuts: how its parameters are cut.
     """
 
     module: nn.Module
@@ -315,7 +314,6 @@ class ModuleSlice:
     bounds: Mapping[str, tuple[int, int]]
     deferred: DeferredGrads
     num_slices: int
-    cuts: Sequence[Cut]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,6 @@ class _Target:
         for _, module, name in self.places:
             parameters_of(module)[name] = parameter
 
-    def is_first_in(self, path: str) -> bool:
-        """Whether its first place is in the module of this path."""
-        return not path or self.name.startswith(f"{path}.")
-
 
 @torch.no_grad()
 def _fill(model: nn.Module, seed: int) -> None:
@@ -168,7 +164,7 @@ def _take(
     init(module)
     for target, whole in zip(changed, wholes, strict=True):
         target.put(target.twin)
-        if target.is_first_in(path):
+        if path in _outwards(target.places[0][0]):  # its first place is inside
             _take_shard(target, whole.data, init)
             left.pop(target.twin, None)
 
