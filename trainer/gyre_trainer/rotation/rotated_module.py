@@ -179,9 +179,14 @@ class ShardedModule:
         `torch.save` of it is refused: each rank would write its own shards alone.
         """
         state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        refusal = partial(
+            refuse,
+            "model.state_dict() has the shards of this rank alone, and torch.save would lose the "
+            f"others. {SAVE_ADVICE}",
+        )
         for value in state.values():
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-                value.__reduce_ex__ = _refuse_to_pickle  # type: ignore[method-assign]
+                value.__reduce_ex__ = refusal  # type: ignore[method-assign]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,16 +218,13 @@ class ShardedModule:
         return copied
 
 
-def _refuse_to_pickle(_protocol: object) -> Any:
-    """The function that pickle calls for a shard in a state.
+def refuse(text: str, *_args: object, **_kwargs: object) -> Any:
+    """Stand, with a text of its own, in the place of a method that cannot work with shards.
 
     Raises:
         RotationError: always.
     """
-    raise RotationError(
-        "model.state_dict() has the shards of this rank alone, and torch.save would lose the "
-        f"others. {SAVE_ADVICE}"
-    )
+    raise RotationError(text)
 
 
 def adapt_library_models(model: nn.Module) -> None:
@@ -236,7 +238,11 @@ def adapt_library_models(model: nn.Module) -> None:
     has_blocks = any(each.rotation.rule.linear_in for each in rotated)
     for module in model.modules() if library else ():
         if isinstance(module, library.PreTrainedModel):
-            cast("Any", module).save_pretrained = _refuse_save_pretrained
+            cast("Any", module).save_pretrained = partial(
+                refuse,
+                "model.save_pretrained() would write the shards of this rank alone, because the "
+                f"model is rotated. {SAVE_ADVICE}",
+            )
             cast("Any", module).resize_token_embeddings = partial(_keep_vocabulary, module)
             if has_blocks:
                 module.register_forward_pre_hook(_without_cache, with_kwargs=True)
@@ -252,18 +258,6 @@ def _without_cache(
     if given != (None, None) or "use_cache" not in signature(forward).parameters:
         return None
     return args, kwargs | {"use_cache": False}
-
-
-def _refuse_save_pretrained(*_args: object, **_options: object) -> None:
-    """The method of a rotated model of transformers, in place of its own.
-
-    Raises:
-        RotationError: always.
-    """
-    raise RotationError(
-        "model.save_pretrained() would write the shards of this rank alone, because the model is "
-        f"rotated. {SAVE_ADVICE}"
-    )
 
 
 def _keep_vocabulary(

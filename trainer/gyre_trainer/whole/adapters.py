@@ -7,14 +7,13 @@ weights of the layer, which no rank has whole.
 """
 
 from functools import cache, partial
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import ShardedModule, own_class
+from gyre_trainer.rotation.rotated_module import ShardedModule, own_class, refuse
 from gyre_trainer.shards.initialisation import adapters_of
 
 _KNOWN = ("peft.tuners.lora.", "peft.tuners.ia3.")  # their forwards call the layer below
@@ -51,20 +50,12 @@ def _require_whole(module: nn.Module) -> None:
             f"peft's {kind.__name__} reads the weights of its layer, and each rank has a shard. "
             "Use LoRA of layers (use_dora=False, no target_parameters), or (IA)3"
         )
-    for name in ("merge", "unmerge"):
-        vars(module)[name] = partial(_refuse_to_merge, module)
-
-
-def _refuse_to_merge(module: nn.Module, *_args: Any, **_kwargs: Any) -> None:
-    """Stands in the place of peft's methods that merge adapters into a sharded layer.
-
-    Raises:
-        RotationError: always.
-    """
-    raise RotationError(
-        f"{own_class(module).__name__}: adapters cannot be merged into a layer that rotates. Save "
-        "them by pretrained.save_pretrained(model, folder), and merge them in one process"
+    refusal = partial(
+        refuse,
+        f"{kind.__name__}: adapters cannot be merged into a layer that rotates. Save them by "
+        "pretrained.save_pretrained(model, folder), and merge them in one process",
     )
+    vars(module).update(merge=refusal, unmerge=refusal)
 
 
 @cache
