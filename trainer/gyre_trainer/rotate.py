@@ -6,7 +6,7 @@ the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -290,28 +290,22 @@ def rotate_all(
     return plan
 
 
+@dataclass
 class _Walk:
     """A walk down a model to the topmost modules that rotate.
 
     Attributes:
         kept: by paths of modules that stay whole on purpose, why they do.
+        used: keys of the rules that have applied.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        target: RotationTarget,
-        verify: bool | None,
-        blocks: KnownBlocks,
-        min_numel: int,
-    ) -> None:
-        self._blocks = blocks
-        self._min_numel = min_numel
-        self._rules = rules
-        self._target = target
-        self._verify = verify
-        self._used: set[type[nn.Module] | str] = set()
-        self.kept: dict[str, str] = {}
+    rules: Rules
+    target: RotationTarget
+    verify: bool | None
+    blocks: KnownBlocks
+    min_numel: int
+    kept: dict[str, str] = field(default_factory=dict)
+    used: set[type[nn.Module] | str] = field(default_factory=set)
 
     def visit(self, path: str, module: nn.Module, *, keeps_whole: bool = False) -> None:
         """Rotate the module, or the modules inside it; with ``keeps_whole`` only by rules."""
@@ -319,23 +313,23 @@ class _Walk:
         if isinstance(module, RotatedModule) or is_read_elsewhere(module):
             pass
         elif key is not None:
-            self._used.add(key)
-            rule = self._rules[key]
+            self.used.add(key)
+            rule = self.rules[key]
             if rule is None:
                 self.kept[path] = "a rule of None keeps them whole"
             elif isinstance(rule, ReadRule):
-                shard_own(module, rule, self._target)
+                shard_own(module, rule, self.target)
                 self._visit_inside(path, module, keeps_whole=keeps_whole)
             else:
                 self._rotate(module, rule)
-        elif all(parameter.numel() < self._min_numel for parameter in module.parameters()):
-            self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
+        elif all(parameter.numel() < self.min_numel for parameter in module.parameters()):
+            self.kept[path] = f"they have less than {self.min_numel:,} elements (min_numel)"
         elif keeps_whole:
             self._visit_inside(path, module, keeps_whole=True)
         elif not self._rotate_by_kind(module):
-            min_numel = max(self._min_numel, MIN_READ_NUMEL)
+            min_numel = max(self.min_numel, MIN_READ_NUMEL)
             if reads_much(module, min_numel):
-                shard_own(module, ReadRule(min_numel), self._target)
+                shard_own(module, ReadRule(min_numel), self.target)
             self._visit_inside(path, module, keeps_whole=False)
 
     def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
@@ -349,26 +343,26 @@ class _Walk:
 
     def _rotate_by_kind(self, module: nn.Module) -> bool:
         """Rotate a module whose kind or whose code is known, and return whether it is."""
-        if rotate_known(module, self._target):
-            check_at_first_calls(module, None, self._verify)
+        if rotate_known(module, self.target):
+            check_at_first_calls(module, None, self.verify)
             return True
-        rule = self._blocks.rule_of(module)
+        rule = self.blocks.rule_of(module)
         if rule is not None:
             self._rotate(module, rule)
         return rule is not None
 
     def _rotate(self, module: nn.Module, rule: Rule) -> None:
         _require_no_hooks(module)
-        wrap(module, rule, self._target)
-        check_at_first_calls(module, rule, self._verify)
+        wrap(module, rule, self.target)
+        check_at_first_calls(module, rule, self.verify)
 
     def require_all_used(self) -> None:
-        for key in self._rules:
-            if key not in self._used:
+        for key in self.rules:
+            if key not in self.used:
                 name = repr(key) if isinstance(key, str) else key.__name__
                 reasons = [
                     f"; {type(module).__name__}: {reason}"
-                    for module, reason in self._blocks.reasons.items()
+                    for module, reason in self.blocks.reasons.items()
                     if isinstance(key, type) and isinstance(module, key)
                 ]
                 raise RotationError(
@@ -377,17 +371,17 @@ class _Walk:
                 )
 
     def _key(self, path: str, module: nn.Module) -> type[nn.Module] | str | None:
-        paths = [key for key in self._rules if isinstance(key, str) and fnmatchcase(path, key)]
+        paths = [key for key in self.rules if isinstance(key, str) and fnmatchcase(path, key)]
         classes = [
             key
-            for key in self._rules
+            for key in self.rules
             if isinstance(key, type) and isinstance(module, key) and self._applies(key, module)
         ]
         return (*paths, *classes, None)[0]
 
     def _applies(self, key: type[nn.Module], module: nn.Module) -> bool:
         """Whether the rule of a class is for this module's code, not for that of its subclass."""
-        rule = self._rules[key]
+        rule = self.rules[key]
         if rule is None or isinstance(rule, ReadRule):
             return True
         reason = ""
@@ -396,7 +390,7 @@ class _Walk:
         elif num_hooks_inside(module):
             reason = "a hook is registered on a layer inside"
         if reason:
-            self._blocks.reasons[module] = reason
+            self.blocks.reasons[module] = reason
         return not reason
 
 
