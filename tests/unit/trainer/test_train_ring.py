@@ -133,6 +133,18 @@ def test_hops_that_an_exception_lost_are_waited_for_before_an_all_reduce(
     assert not ring.in_flight
 
 
+def test_a_hop_of_empty_slices_counts_as_on_ranks_with_entries(group: dist.ProcessGroup) -> None:
+    progress = []
+    for numel in (0, 4):
+        ring = ring_with(group, transport := Echo())
+        outgoing, incoming = (ring.pool.take(4, torch.float32, CPU)[:numel] for _ in range(2))
+        ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS, 5).wait()
+        assert len(transport.batches) == bool(numel)
+        diagnosis = ring.hang_diagnosis
+        progress.append((diagnosis._hop, diagnosis._progress.num_waits_done))
+    assert progress == [((1, 0), 1)] * 2
+
+
 def test_a_pool_refuses_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, pool = ["first"], BufferPool()
     monkeypatch.setattr(identity, "current_stream", lambda device: streams[-1])
