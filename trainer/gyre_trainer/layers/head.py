@@ -445,7 +445,7 @@ def _statistics(linear: nn.Linear, inputs: tuple[Tensor, Tensor, Tensor], asked:
     if isinstance(linear, RotatedModule):
         ids_T = targets_T.where(counted_T, 0)
         require_ids(linear.rotation, ids_T, linear.out_features, "target", where)
-        statistics: Tensor = run(linear.rotation_by(_STATISTICS), inputs, {"asked": asked})
+        statistics: Tensor = run(linear.rotation.by(_STATISTICS), inputs, {"asked": asked})
         return statistics
     if targets_T.device.type == "cpu" and not is_fake(targets_T):
         odd_T = targets_T[counted_T & ((targets_T < 0) | (targets_T >= linear.out_features))]

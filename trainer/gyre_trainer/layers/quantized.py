@@ -175,7 +175,6 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
         layout=sharded.layout,
         sharded=sharded,
     )
-    module._by_rule = {}
 
 
 class QuantizedLinearRule(LinearRule):

@@ -325,7 +325,6 @@ class RotatedModule(ShardedModule):
     guard: Mapping[str, Any]
     was_called: bool = False
     training: bool
-    _by_rule: dict[Rule, Rotation]
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -359,17 +358,11 @@ class RotatedModule(ShardedModule):
                 "rotate one by one (find_blocks=False, and no rule for the module)."
             )
 
-    def rotation_by(self, rule: Rule) -> Rotation:
-        """The same sharded parameters under another rule; equal rules give the same object."""
-        if rule not in self._by_rule:
-            self._by_rule[rule] = replace(self.rotation, rule=rule)
-        return self._by_rule[rule]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module with a copy of this rank's slice, which rotates by itself on the same ring."""
         rotation = self.rotation
         copy_shards(list(rotation.module.parameters()), memo)
-        copied: Any = self._copy(memo, "rotation", "_by_rule", "guard")
+        copied: Any = self._copy(memo, "rotation", "guard")
         copied.guard = dict(_guarded(copied))
         copied.rotation = replace(
             rotation,
@@ -378,7 +371,6 @@ class RotatedModule(ShardedModule):
             sharded=memo[id(rotation.sharded)],
             number=rotation.sharded.ring.modules.add(copied),
         )
-        copied._by_rule = {}
         return cast("Self", copied)
 
 
@@ -468,7 +460,6 @@ def wrap(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
     mix_in(module, RotatedModule, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
     module.guard = dict(_guarded(module))  # type: ignore[assignment]
-    module._by_rule = {}  # type: ignore[assignment]
 
 
 def require_own_forward(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ weight's gradient in parts adds each part to the buffer at once, and so waits fo
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
 from types import MethodType
@@ -560,6 +560,16 @@ class Rotation:
     def name(self) -> str:
         """The name of the module's class, for messages."""
         return type(self.module).__name__
+
+    @cached_property
+    def _by_rule(self) -> dict[Rule, "Rotation"]:
+        return {}
+
+    def by(self, rule: Rule) -> "Rotation":
+        """The same sharded parameters under another rule; equal rules give the same object."""
+        if rule not in self._by_rule:
+            self._by_rule[rule] = replace(self, rule=rule)
+        return self._by_rule[rule]
 
     @cached_property
     def pieces(self) -> Layout:
