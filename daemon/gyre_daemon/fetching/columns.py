@@ -8,14 +8,23 @@ the next daemon looks only at shards that are new or have changed.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
@@ -29,11 +38,10 @@ from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.shard_worker import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
-from gyre_daemon.errors import ConfigError, CorruptSample, first_error
+from gyre_daemon.errors import ConfigError, CorruptSample, Overloaded, first_error
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Fetch, Fetcher
 from gyre_daemon.fetching.layout import LayoutMaker
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, Staging
-from gyre_daemon.fetching.shared_work import SharedWork, WorkByKey
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
@@ -49,35 +57,163 @@ _MAX_TEXTS, _MAX_TEXT_BYTES = 1 << 16, 256
 # Portions that are under way at once: enough for all processes while others are read, and few
 # enough that the portions of jobs have their turns soon.
 _MAX_PORTIONS = 32
+# Results in memory: of lengths 4, of columns up to 8 bytes for each sample. Others are read again,
+# from their sidecars.
+_MAX_KEPT = 8
+# Work without a waiting caller that goes on, because a client whose call took too long will ask
+# again. With no limit, a client that asks for one after the other and hangs up leaves hundreds.
+_MAX_UNWANTED = 8
 _CODES, _TEXTS, _ENDS, _LENGTHS = "values", "texts", "ends", "lengths"
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Key = tuple[object, ...]
 
 
-class Measuring(SharedWork[Any]):
+class Measuring(Struct):
     """The finding of one column of a dataset, or of the lengths that a chain gives its samples.
 
+    A caller that no longer waits does not stop it.
+
     Attributes:
+        num_shards: of the dataset.
         name: of the stored field; empty for lengths.
         dataset: its name.
         num_total: all samples.
+        num_waiting: callers that wait for it.
         began_s: a time of the monotonic clock.
+        num_done: shards that are done.
+        num_reused: those of them whose part was kept before.
+        shard: the name of the one done last.
         num_samples: of the shards that are done.
         num_in_shard: that are measured of the shard in hand.
         num_known: of the shards whose part was kept before.
+        task: does it; None before `begin`.
+        moved: is set with each shard that is done, and at the end.
     """
 
+    num_shards: int
     name: str = ""
     dataset: str = ""
     num_total: int = 0
+    num_waiting: int = 0
     began_s: float = field(default_factory=time.monotonic)
+    num_done: int = 0
+    num_reused: int = 0
+    shard: str = ""
     num_samples: int = 0
     num_in_shard: int = 0
     num_known: int = 0
+    task: "asyncio.Task[Any] | None" = None
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self, work: Coroutine[Any, Any, object], ended: Callable[[], None]) -> None:
+        """Begin; `ended` is called as soon as it is over."""
+
+        def over(_: asyncio.Task[object]) -> None:
+            self.moved.set()
+            ended()
+
+        self.task = asyncio.create_task(work)
+        self.task.add_done_callback(over)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has a result, has failed or was cancelled."""
+        return bool(self.task and self.task.done())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is over without a result."""
+        task = self.task
+        return bool(task and self.is_over and (task.cancelled() or task.exception()))
 
     def advance(self, num: int) -> None:
         """Some samples of the shard in hand are measured."""
         self.num_in_shard += num
+
+    def after(self, shard: str, *, was_kept: bool) -> None:
+        """One more shard is done, whose part may have been kept before."""
+        self.num_done += 1
+        self.num_reused += was_kept
+        self.shard = shard
+        self.moved.set()
+
+    async def states(self) -> AsyncIterator["Measuring"]:
+        """This, whenever it has moved; at last it is over. At most one more than shards are left.
+
+        Raises:
+            GyreError: as the work.
+        """
+        assert self.task
+        over = False
+        self.num_waiting += 1
+        try:
+            while not over:
+                if not self.task.done():
+                    self.moved.clear()
+                    await self.moved.wait()
+                over = self.task.done()
+                if over:
+                    self.task.result()
+                yield self
+        finally:
+            self.num_waiting -= 1
+
+    async def result(self) -> Any:
+        """Wait for the result.
+
+        Raises:
+            GyreError: as the work.
+        """
+        async for _ in self.states():
+            pass
+        assert self.task
+        return self.task.result()
+
+
+class Measurings:
+    """Those under way, and the last few that are over, by their subjects.
+
+    If no one waits, the latest request goes on alone; shards that are done stay so.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[_Key, Measuring] = {}
+
+    def begun(self, key: _Key, begin: Callable[[], Measuring]) -> Measuring:
+        """The measuring for a key, which begins if there is none."""
+        work = self._found.pop(key, None)
+        if work is None:
+            work = begin()
+            over = [each for each, its in self._found.items() if its.is_over]
+            for each in over[: max(0, len(over) + 1 - _MAX_KEPT)]:
+                del self._found[each]
+            self._stop_unwanted()
+        self._found[key] = work
+        return work
+
+    def _stop_unwanted(self) -> None:
+        found = self._found.items()
+        unwanted = [each for each, its in found if not its.is_over and not its.num_waiting]
+        for each in unwanted[: max(0, len(unwanted) - _MAX_UNWANTED)]:
+            if task := self._found.pop(each).task:
+                task.cancel()
+
+    @property
+    def all(self) -> list[Measuring]:
+        """All of them, under way or over."""
+        return [*self._found.values()]
+
+    def forget(self, key: _Key, work: Measuring) -> None:
+        """Keep this one no longer; whoever waits for it gets its result."""
+        if self._found.get(key) is work:
+            del self._found[key]
+
+    def close(self) -> None:
+        """Stop all of them; shards that are done stay so."""
+        for work in self._found.values():
+            if work.task:
+                work.task.cancel()
+        self._found.clear()
 
 
 class Measured(Struct, frozen=True):
@@ -133,7 +269,12 @@ class _Source(Protocol):
         """Refuse stored arrays that cannot be this part's, with a ValueError."""
 
     async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
-        """The part, to be stored; `advance` is told of samples as they are done."""
+        """The part, to be stored; `advance` is told of samples as they are done.
+
+        Raises:
+            ConfigError: a column of texts has too many different or too long ones.
+            GyreError: the shard cannot be read, or a sample cannot be transformed.
+        """
 
     async def joined(self, parts: _Parts, *, are_all: bool) -> object:
         """The column of all parts, or of those of some shards."""
@@ -157,7 +298,7 @@ class Measurer:
             reports: of samples that cannot be transformed and that others replace.
         """
         self._sidecars, self.threads, self._reports = sidecars, threads, reports
-        self._works: WorkByKey[_Key, Measuring] = WorkByKey()
+        self._works = Measurings()
 
     async def read(self, dataset: Dataset, name: str) -> Column:
         """The values of a stored field of all samples; they are not kept in memory any longer.
@@ -186,7 +327,7 @@ class Measurer:
         """The dataset with the lengths of its samples; waits until all are measured.
 
         A caller that no longer waits does not stop the measuring, unless there are many such ones
-        (`WorkByKey`). Where others replace corrupt samples, they replace those that cannot be
+        (`Measurings`). Where others replace corrupt samples, they replace those that cannot be
         transformed, too.
 
         Raises:
@@ -338,7 +479,7 @@ class _StoredField:
         self._layouts = LayoutMaker([spec])
 
     def places(self, sample_ids: Int64Array) -> Extents:
-        """See `_Source.places`: of this field alone."""
+        """Of this field alone."""
         found, which = self.dataset.index.locate(sample_ids), slice(self._column, self._column + 1)
         return replace(
             found,
@@ -350,11 +491,9 @@ class _StoredField:
         )
 
     def ids(self, first: int, stop: int) -> Int64Array:
-        """See `_Source.ids`: all."""
         return np.arange(first, stop)
 
     def check(self, part: _Part, arrays: Arrays) -> None:
-        """See `_Source.check`."""
         num = len(part.ids)
         if not self._is_text:
             num_bytes = num * self._spec.dtype.itemsize
@@ -368,11 +507,6 @@ class _StoredField:
             raise ValueError("its texts are not those of the shard's samples")
 
     async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
-        """See `_Source.find`.
-
-        Raises:
-            ConfigError: there are too many different texts, or some are too long.
-        """
         found: list[_Bytes] = []
         for first in range(0, len(part.ids), self.at_once):
             ids = part.ids[first : first + self.at_once]
@@ -401,7 +535,6 @@ class _StoredField:
         }
 
     async def joined(self, parts: _Parts, *, are_all: bool) -> Column:
-        """See `_Source.joined`."""
         name = self._spec.name
         if not self._is_text:
             dtype = self._spec.dtype
@@ -458,16 +591,14 @@ class _MadeLengths:
         self._num_lengths = len(dataset.made_ragged)
 
     def places(self, sample_ids: Int64Array) -> Extents:
-        """See `_Source.places`."""
         return self.dataset.stored.index.locate(sample_ids)
 
     def ids(self, first: int, stop: int) -> Int64Array:
-        """See `_Source.ids`: corrupt samples have no length."""
+        """Corrupt samples have no length."""
         ids = np.arange(first, stop)
         return ids[~np.isin(ids, self.dataset.corrupt)]
 
     def check(self, part: _Part, arrays: Arrays) -> None:
-        """See `_Source.check`."""
         found = array_of(arrays, _LENGTHS, np.int32, 2)
         if found.shape != (len(part.ids), self._num_lengths) or (found < 0).any():
             raise ValueError("its lengths are not those of the shard's samples")
@@ -475,12 +606,6 @@ class _MadeLengths:
             from_arrays(arrays, len(part.ids))
 
     async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
-        """See `_Source.find`.
-
-        Raises:
-            CorruptSample: a sample cannot be transformed, and none replaces it.
-            GyreError: the shard cannot be read, or no process can be started.
-        """
         ids = part.ids
         lengths = np.zeros((len(ids), self._num_lengths), np.int32)
         failures: list[Damage] = []
@@ -552,7 +677,7 @@ class _MadeLengths:
         return Damage(place, offset, f"{by}: {reason}" if by else reason)
 
     async def joined(self, parts: _Parts, *, are_all: bool) -> Measured:
-        """See `_Source.joined`; failures of all shards are reported."""
+        """Report the failures of all shards, too."""
         dataset = self.dataset
         shape = dataset.stored.index.num_samples, self._num_lengths
         lengths = np.zeros(shape, np.int32)
@@ -601,3 +726,70 @@ def with_measured(
         corrupt = np.union1d(dataset.corrupt, failed)
         dataset = replace(dataset, corrupt=corrupt, transforms=digest.hexdigest())
     return dataset.with_lengths(found.lengths) if dataset.made_ragged else dataset
+
+
+# How long a client may take messages after the work is done: this many seconds, and one more for
+# each 10,000 messages. A client that reads needs a tenth of it. With no end, a client that stopped
+# would keep the progress of each of its calls in memory.
+_TAKEN_WITHIN_S, _MESSAGES_PER_S = 60.0, 10_000
+
+_Progress = TypeVar("_Progress")
+
+
+async def unheld(
+    source: AsyncGenerator[_Progress, None], taken_within_s: float = _TAKEN_WITHIN_S
+) -> AsyncGenerator[_Progress, None]:
+    """Yield a source's items. The source goes on at its own pace, and is ended with this.
+
+    So a source that holds a lock gives it back when its work is done, also where the client stops
+    reading: then the call waits, and nobody else does.
+
+    Args:
+        source: owned by this.
+        taken_within_s: how long the rest may wait once the source has ended.
+
+    Raises:
+        Overloaded: the client did not take it within that time.
+        Exception: the source's own, behind all that it yielded.
+    """
+    waiting: deque[_Progress] = deque()
+    news, is_late = asyncio.Event(), False
+    timers: list[asyncio.TimerHandle] = []
+
+    async def run() -> None:
+        async with contextlib.aclosing(source):
+            async for progress in source:
+                waiting.append(progress)
+                news.set()
+
+    def ended(_: asyncio.Task[None]) -> None:
+        left_s = taken_within_s + len(waiting) / _MESSAGES_PER_S
+        timers.append(asyncio.get_running_loop().call_later(left_s, drop))
+        news.set()
+
+    def drop() -> None:
+        nonlocal is_late
+        is_late = bool(waiting)
+        waiting.clear()
+
+    running = asyncio.create_task(run())
+    running.add_done_callback(ended)
+    try:
+        while waiting or not running.done():
+            if waiting:
+                yield waiting.popleft()
+            else:
+                news.clear()
+                await news.wait()
+        if is_late:
+            raise Overloaded(
+                "the client did not read the progress of its call, which is over; call again"
+            )
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        for timer in timers:
+            timer.cancel()
+        if not running.cancelled():
+            running.exception()  # who reads on got it

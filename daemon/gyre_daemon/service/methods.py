@@ -17,9 +17,8 @@ from gyre_daemon.datasets.codecs import LengthHistogram, length_histograms
 from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired, NotAllowed
-from gyre_daemon.fetching.columns import Measurer
+from gyre_daemon.fetching.columns import Measurer, unheld
 from gyre_daemon.fetching.prefetch import RangeReader
-from gyre_daemon.fetching.shared_work import unheld
 from gyre_daemon.monitoring.metrics import WindowTimes
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute

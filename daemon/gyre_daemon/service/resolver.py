@@ -14,9 +14,8 @@ from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.indexing.shards import IndexProgress
 from gyre_daemon.errors import InvalidRequest, NotAllowed, Overloaded, UnknownDataset
-from gyre_daemon.fetching.columns import Measurer, Measuring
+from gyre_daemon.fetching.columns import Measurer, Measuring, unheld
 from gyre_daemon.fetching.dataset_opener import DatasetOpener
-from gyre_daemon.fetching.shared_work import unheld
 from gyre_daemon.order.cursor import skipping, with_weights
 from gyre_daemon.service import requests
 from gyre_daemon.service.guard import audit_hidden

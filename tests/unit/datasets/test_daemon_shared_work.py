@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from gyre_daemon.errors import StorageUnavailable
-from gyre_daemon.fetching.shared_work import SharedWork, WorkByKey
+from gyre_daemon.fetching.columns import Measuring, Measurings
 
 NUM = 4
 
 
 async def started(
     fails: bool = False,
-) -> tuple[SharedWork[str], Callable[[], Coroutine[Any, Any, None]], list[str]]:
+) -> tuple[Measuring, Callable[[], Coroutine[Any, Any, None]], list[str]]:
     """Work that does a shard with each call of what is returned; and what was told at its end."""
-    work: SharedWork[str] = SharedWork(NUM)
+    work = Measuring(NUM)
     turns: asyncio.Queue[None] = asyncio.Queue()
     ended: list[str] = []
 
@@ -97,18 +97,18 @@ def test_a_failure_is_told_to_all() -> None:
 
 def test_of_work_that_nobody_waits_for_only_the_last_goes_on() -> None:
     async def main() -> None:
-        found: WorkByKey[int, SharedWork[None]] = WorkByKey()
+        found = Measurings()
 
         async def forever() -> None:
             await asyncio.Event().wait()
 
-        def begun(number: int, num_waiting: int) -> SharedWork[None]:
-            work: SharedWork[None] = SharedWork(1, num_waiting=num_waiting)
+        def begun(number: int, num_waiting: int) -> Measuring:
+            work = Measuring(1, num_waiting=num_waiting)
             work.begin(forever(), lambda: None)
             return work
 
-        waited_for = found.begun(0, lambda: begun(0, 1))
-        others = [found.begun(number, partial(begun, number, 0)) for number in range(1, 31)]
+        waited_for = found.begun((0,), lambda: begun(0, 1))
+        others = [found.begun((number,), partial(begun, number, 0)) for number in range(1, 31)]
         await asyncio.sleep(0)  # those that are cancelled end
         assert not waited_for.is_over
         assert [each.is_over for each in others] == [True] * 21 + [False] * 9

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from gyre_daemon.errors import InvalidRequest, Overloaded
-from gyre_daemon.fetching.shared_work import unheld
+from gyre_daemon.fetching.columns import unheld
 
 
 class Source:
