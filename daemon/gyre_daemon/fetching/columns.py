@@ -518,7 +518,7 @@ class _StoredField:
                 layout = self._layouts.make(plan, its.tensor_bytes)
                 memory = np.empty(layout.num_bytes, np.uint8)
                 fetch = Fetch(plan, its, layout)
-                await self._fetcher.fill(fetch, Staging.of(memory), self._flow)
+                await self._fetcher.fill(fetch, Staging.of(memory), Claims(self._flow, 0))
                 found += [memory[at:end] for at, end in layout.destinations[:, 0].tolist()]
                 advance(end - begin)
         if not self._is_text:  # sidecars have no floating-point numbers

@@ -38,7 +38,7 @@ from gyre_daemon.fetching.layout import (
 from gyre_daemon.memory.arenas import Slot
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
+from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import Delays, Draws, NextUse, Reads, WritableArena
 
 
@@ -414,9 +414,10 @@ class Fetcher:
         self,
         fetch: Fetch,
         slot: Place,
-        flow: Flow,
+        claims: Claims,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
+        arrived: Callable[[int], None] | None = None,
     ) -> GroupLayout:
         """Read a batch group into its slot.
 
@@ -425,9 +426,11 @@ class Fetcher:
         Args:
             fetch: a batch group that `prepare` has laid out.
             slot: at least `fetch.layout.num_bytes` long; the caller holds a lease of its arena.
-            flow: the job that reads; its earlier steps are more urgent.
+            claims: the jobs that need it, at whose first turn it is read; more may come.
             ahead: later reads of the job, for the cache.
             delays: records how long each part of the work took.
+            arrived: called with the number of each sample of the group once its bytes are there;
+                only while `is_arriving`. A read for each sample costs the event loop some 0.1 ms.
 
         Returns:
             Where the batches lie.
@@ -437,30 +440,7 @@ class Fetcher:
             ShardMissing, NotAllowed, StorageUnavailable: from the storage, possibly as the first
                 member of an exception group.
         """
-        claims = Claims(flow, fetch.plan.first_step)
-        await self.fill_for(claims, fetch, slot, ahead, delays or Delays())
-        return fetch.layout
-
-    async def fill_for(
-        self,
-        claims: Claims,
-        fetch: Fetch,
-        slot: Place,
-        ahead: Ahead,
-        delays: Delays,
-        arrived: Callable[[int], None] | None = None,
-    ) -> None:
-        """The same, at the first turns of the jobs that need it; more may come to need it.
-
-        Args:
-            claims: the jobs.
-            fetch: as for `fill`.
-            slot: as for `fill`.
-            ahead: as for `fill`.
-            delays: as for `fill`.
-            arrived: called with the number of each sample of the group once its bytes are there;
-                only while `is_arriving`. A read for each sample costs the event loop some 0.1 ms.
-        """
+        delays = delays or Delays()
         began = time.monotonic()
         plan = _GroupReads(self, fetch, slot, claims, ahead, delays)
         if arrived:
@@ -475,6 +455,7 @@ class Fetcher:
             work = partial(self._finish, fetch, slot, plan.parts)
             await self._workers.run_of(claims, plan.num_bytes, work)
             delays.finish_s += time.monotonic() - done
+        return fetch.layout
 
     async def _read_singly(self, plan: "_GroupReads", arrived: Callable[[int], None]) -> None:
         reads = plan.part(slice(None))

@@ -256,12 +256,12 @@ class PortionReader:
         delays: Delays,
         arrived: Callable[[int], None] | None = None,
     ) -> None:
-        """Read the stored fields; see `Fetcher.fill_for`."""
+        """Read the stored fields."""
         plan, own = portion.plan, Delays()
         memory = portion.exchange.memory[: portion.staged.num_bytes]
         staging = Staging(portion.exchange.memory, memory.data, memory.ctypes.data)
         fetch = Fetch(plan.alone, plan.extents, portion.staged, draws=plan.draws)
-        await self._reader.fill_for(claims, fetch, staging, ahead, own, arrived)
+        await self._reader.fill(fetch, staging, claims, ahead, own, arrived)
         delays.add_requests(own)
         delays.read_s = max(delays.read_s, time.monotonic() - portion.asked_at)
 

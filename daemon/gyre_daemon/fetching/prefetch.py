@@ -190,7 +190,8 @@ class Prefetcher:
         if self._is_drawn and fetch.draws is None:
             fetch = self._drawn(fetch)
         try:
-            layout = await self._fetcher.fill(fetch, slot, flow, self._ahead, delays)
+            claims = Claims(flow, fetch.plan.first_step)
+            layout = await self._fetcher.fill(fetch, slot, claims, self._ahead, delays)
             return GroupResult(BatchGroup(fetch.plan, layout, slot), {})
         except Exception as error:
             failure = first_error(error) if isinstance(error, ExceptionGroup) else error
@@ -427,7 +428,7 @@ class RangeReader:
             return fetch.layout.batches[0], memory
         (fetch,) = self._fetcher.prepare(plan, 1)
         memory = np.empty(fetch.layout.num_bytes, np.uint8)
-        layout = await self._fetcher.fill(fetch, Staging.of(memory), self._flow)
+        layout = await self._fetcher.fill(fetch, Staging.of(memory), claims)
         return layout.batches[0], memory
 
     def _cut(self, ids: Int64Array) -> Iterator[Int64Array]:

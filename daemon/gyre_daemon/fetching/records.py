@@ -22,7 +22,6 @@ from msgspec import Struct
 
 from gyre_daemon.datasets.dataset import Dataset, Memo
 from gyre_daemon.datasets.made_shards import CellMemory, CellReads, MadeStorage
-from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.order.permutation import Int64Array
@@ -30,7 +29,6 @@ from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import (
     BlockCache,
-    Delays,
     Draws,
     Reads,
     Storage,
@@ -189,7 +187,7 @@ class RunChain:
             for wish in wishes:
                 told.enter_context(wish.claims.told(claims.join))
             place = Staging.of(memory)
-            await self._fetcher.fill_for(claims, fetch, place, NOTHING_AHEAD, Delays())
+            await self._fetcher.fill(fetch, place, claims)
             work = partial(self._joined, memory, fetch.layout.destinations)
             return await self._threads.run_of(claims, memory.nbytes, work)
 

@@ -29,7 +29,7 @@ from gyre_daemon.fetching.layout import (
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion, Staging
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
+from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.base import Delays, Draws
 from gyre_daemon.transforms.declared import TransformedDataset
 
@@ -191,7 +191,7 @@ class TransformingFetcher:
         self,
         fetch: Fetch,
         slot: Place,
-        flow: Flow,
+        claims: Claims,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
     ) -> GroupLayout:
@@ -201,13 +201,7 @@ class TransformingFetcher:
             CorruptSample: names shard, sample, offset, transform and reason.
             Overloaded: no process can be started.
         """
-        claims = Claims(flow, fetch.plan.first_step)
-        return await self.fill_for(claims, fetch, slot, ahead, delays or Delays())
-
-    async def fill_for(
-        self, claims: Claims, fetch: Fetch, slot: Place, ahead: Ahead, delays: Delays
-    ) -> GroupLayout:
-        """The same, at the first turns of the jobs that need it; see `Fetcher.fill_for`."""
+        delays = delays or Delays()
         began = time.monotonic()
         plan, ids = fetch.plan, fetch.ids
         draws = fetch.draws or Draws.first(len(ids))

@@ -18,7 +18,7 @@ from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.order.planner import BatchPlanner, Order
-from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
+from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
@@ -100,7 +100,7 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
                 (fetch,) = fetcher.prepare(plans[row : row + 1], 1)
                 slot = arena.take(fetch.layout.num_bytes)
                 assert slot
-                await fetcher.fill(fetch, slot, NO_JOB)
+                await fetcher.fill(fetch, slot, Claims(NO_JOB, row))
             counts.append(calls.num - before)
             arena.close()
         catalog.close()
