@@ -39,7 +39,7 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.fetching.columns import Measurer
 from gyre_daemon.fetching.dataset_opener import DatasetOpener
-from gyre_daemon.fetching.records import keep_records
+from gyre_daemon.fetching.transformed import keep_records
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.events import log_event, notify
 from gyre_daemon.runtime.listen import NotOurs, check_folder

@@ -2,8 +2,8 @@
 
 [Note: Made shards] A made shard is a row of *cells*. A recipe knows their places and makes those
 touched by a read: it decodes a chunk of stored rows (`DecodeRows`), or runs the beginning of a
-chain of transforms on a sample (`fetching.records`). Cells are kept by the node cache and nowhere
-else. So memory, disk, eviction by next use and counters are the same as for any cached shard.
+chain of transforms on a sample (`fetching.transformed`). Cells are kept by the node cache and
+nowhere else. So memory, disk, eviction by next use and counters are those of any cached shard.
 """
 
 import asyncio

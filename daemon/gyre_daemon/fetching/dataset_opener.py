@@ -27,7 +27,7 @@ from gyre_daemon.fetching.columns import (
 )
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
-from gyre_daemon.fetching.records import MadeSources
+from gyre_daemon.fetching.transformed import MadeSources
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, compute
 from gyre_daemon.storage.base import Delays, Draws

@@ -100,6 +100,31 @@ class Fetch(Struct, frozen=True):
         return replace(self, draws=Draws(seed, epochs))
 
 
+def plain_fetches(
+    plan: GroupPlan,
+    num_together: int,
+    extents: Extents,
+    sizes: Int64Array,
+    layouts: LayoutMaker,
+) -> list[Fetch]:
+    """Lay out batches of samples in groups of `num_together`.
+
+    Args:
+        plan: the sample ids of the batches.
+        num_together: the batches of a group.
+        extents: where the samples lie in storage.
+        sizes: see `LayoutMaker.make`.
+        layouts: of the dataset.
+    """
+    size, fetches = plan.sample_ids.shape[1], []
+    for begin in range(0, len(plan), num_together):
+        some = plan[begin : begin + num_together]
+        which = slice(begin * size, (begin + len(some)) * size)
+        layout = layouts.make(some, sizes[which])
+        fetches.append(Fetch(some, extents.part(which), layout))
+    return fetches
+
+
 def packed_fetches(
     packed: Packed, plan: GroupPlan, num_together: int, rows: PackedRows, extents: Extents
 ) -> list[Fetch]:
@@ -402,13 +427,8 @@ class Fetcher:
         if packed := self._dataset.packed:
             rows, located = locate_packed(self._dataset.index, packed, plan)
             return packed_fetches(packed, plan, num_together, rows, located)
-        size, fetches = plan.sample_ids.shape[1], []
         extents = self._dataset.index.locate(plan.sample_ids.reshape(-1))
-        for begin in range(0, len(plan), num_together):
-            some = plan[begin : begin + num_together]
-            its = extents.part(slice(begin * size, (begin + len(some)) * size))
-            fetches.append(Fetch(some, its, self._layouts.make(some, its.tensor_bytes)))
-        return fetches
+        return plain_fetches(plan, num_together, extents, extents.tensor_bytes, self._layouts)
 
     async def fill(
         self,

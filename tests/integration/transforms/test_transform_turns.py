@@ -12,7 +12,7 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
-from gyre_daemon.fetching.records import keep_records
+from gyre_daemon.fetching.transformed import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage

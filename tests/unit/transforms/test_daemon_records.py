@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
-from gyre_daemon.fetching.records import pieces_of
+from gyre_daemon.fetching.transformed import pieces_of
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.transforms.made_samples import (
     RECORD_BLOCKS,
