@@ -22,7 +22,7 @@ file without a name goes, in whichever process, inotify reports that the file wa
 
 [Note: Memory files] Other processes may map and read an arena's file, but neither write nor resize
 it. Python's `mmap` duplicates the descriptor and keeps the memory as long as a view of it exists.
-Here `close` ends both, even if a frame, a traceback or a reference cycle still has a view.
+Here the last lease ends both, even if a frame, a traceback or a reference cycle still has a view.
 """
 
 import asyncio
@@ -133,98 +133,24 @@ _madvise = _libc.madvise  # `mmap.madvise` keeps the interpreter's lock for as l
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class MemoryFile:
-    """One memory file, mapped for writing.
-
-    Attributes:
-        num_bytes: its size.
-        descriptor: of the file; -1 once it is closed.
-        address: of its first byte.
-        memory: all of it, writable. Touching it after `close` ends the process.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        """Map an empty file; `allocate` gives it memory.
-
-        Args:
-            num_bytes: whole pages.
-
-        Raises:
-            Overloaded: the machine has no such memory.
-        """
-        self.num_bytes = num_bytes
-        with self._refusal():
-            self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(self.descriptor, num_bytes)
-                os.fchmod(self.descriptor, stat.S_IRUSR)  # no other user can open it
-                self.address = _map(
-                    None,
-                    num_bytes,
-                    mmap.PROT_READ | mmap.PROT_WRITE,
-                    mmap.MAP_SHARED,
-                    self.descriptor,
-                )
-            except OSError:
-                os.close(self.descriptor)
-                raise
-        array = (ctypes.c_char * num_bytes).from_address(self.address)
-        self.memory = memoryview(array).cast("B")
-        # the addresses stay reserved as long as a view exists, so that nothing else is mapped there
-        weakref.finalize(array, _munmap, self.address, num_bytes).atexit = False
-
-    def allocate(self, begin: int, end: int) -> None:
-        """Allocate and touch the whole pages `[begin, end)`; takes some ms per 10 MiB.
-
-        Several threads may allocate different parts at once.
-
-        Raises:
-            Overloaded: the machine has no such memory.
-        """
-        with self._refusal():
-            os.posix_fallocate(self.descriptor, begin, end - begin)
-        # an older kernel does it when a page is first written
-        _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)
-
-    def seal(self) -> None:
-        """Allow no further mapping for writing, and no change of the size."""
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-
-    def open_for_reading(self) -> int:
-        """A descriptor that only reads, with a new file description; the caller closes it.
-
-        Raises:
-            OSError: this process or the machine has no descriptor left.
-        """
-        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-
-    def close(self) -> None:
-        """Unmap the memory and close the descriptor.
-
-        The kernel frees the memory as soon as no other process has it open or maps it.
-        """
-        descriptor, self.descriptor = self.descriptor, -1
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        _map(self.address, self.num_bytes, _PROT_NONE, flags, -1)
-        os.close(descriptor)
-
-    @contextlib.contextmanager
-    def _refusal(self) -> Iterator[None]:
-        """Turn an error of the operating system inside the block into Overloaded."""
-        try:
-            yield
-        except OSError as error:
-            raise Overloaded(
-                f"this machine has no {self.num_bytes} bytes of memory for a session: "
-                f"{error.strerror}"
-            ) from error
-
-
 def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:
     mapped: int | None = _mmap(address, num_bytes, protection, flags, descriptor, 0)
     if mapped is None or mapped == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return mapped
+
+
+def _map_file(num_bytes: int) -> tuple[int, int]:
+    """The descriptor of a new memory file, and the address where it is mapped for writing."""
+    descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        os.fchmod(descriptor, stat.S_IRUSR)  # no other user can open it
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        return descriptor, _map(None, num_bytes, access, mmap.MAP_SHARED, descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def whole_pages(num_bytes: int) -> int:
@@ -260,6 +186,7 @@ class Arena:
     Attributes:
         key: its name, which no other arena of this process has or had.
         num_bytes: its size.
+        descriptor: of the file; -1 once the memory is given back.
         address: of its first byte.
         held_bytes: size of the taken slots.
         is_closed: no further batch is put here.
@@ -281,8 +208,12 @@ class Arena:
         """
         self.key = new_key()
         self.num_bytes = whole_pages(num_bytes)
-        self._file = MemoryFile(self.num_bytes)
-        self.address = self._file.address
+        with self._refusal():
+            self.descriptor, self.address = _map_file(self.num_bytes)
+        array = (ctypes.c_char * self.num_bytes).from_address(self.address)
+        self._memory = memoryview(array).cast("B")  # touching it after the end kills the process
+        # the addresses stay reserved as long as a view exists, so that nothing else is mapped there
+        weakref.finalize(array, _munmap, self.address, self.num_bytes).atexit = False
         # (offset, length) of every free range, sorted, none touching the next
         self._free = [(0, self.num_bytes)]
         self.held_bytes = 0
@@ -295,11 +226,6 @@ class Arena:
         self._when_gone: list[Callable[[], object]] = []
         self._lock = threading.Lock()  # guards the number of leases
         self._num_leases = 1  # the maker's, until `close`
-
-    @property
-    def descriptor(self) -> int:
-        """The file's descriptor; -1 once the memory is given back."""
-        return self._file.descriptor
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[None]:
@@ -327,23 +253,27 @@ class Arena:
             self._num_leases -= 1
             if self._num_leases:
                 return
-        self._file.close()
+        self._unmap()
         for act in self._when_unmapped:
             act()
 
     def allocate(self, begin: int, end: int) -> None:
-        """Give the bytes `[begin, end)` memory; see `MemoryFile.allocate`.
+        """Allocate and touch the whole pages `[begin, end)`; takes some ms per 10 MiB.
+
+        Several threads may allocate different parts at once.
 
         Raises:
             Overloaded: the machine has no such memory.
             ArenaClosed: the arena was closed meanwhile.
         """
-        with self.lease():
-            self._file.allocate(begin, end)
+        with self.lease(), self._refusal():
+            os.posix_fallocate(self.descriptor, begin, end - begin)
+            # an older kernel does it when a page is first written
+            _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def seal(self) -> None:
-        """Seal the file, see `MemoryFile.seal`; from now on slots can be taken."""
-        self._file.seal()
+        """Allow no further mapping for writing, and no change of the size; then slots are taken."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def take(self, num_bytes: int) -> Slot | None:
         """Take the first free slot of at least `num_bytes`, or None where none is large enough."""
@@ -354,9 +284,8 @@ class Arena:
                     [(offset + needed, length - needed)] if length > needed else []
                 )
                 self.held_bytes += needed
-                return Slot(
-                    self, offset, self._file.memory[offset : offset + needed], self.address + offset
-                )
+                memory = self._memory[offset : offset + needed]
+                return Slot(self, offset, memory, self.address + offset)
         return None
 
     def put_back(self, slot: Slot) -> None:
@@ -402,7 +331,8 @@ class Arena:
         """
         if not self.is_kept:
             self._files.add(self.descriptor, self._file_gone)
-        descriptor = self._file.open_for_reading()
+        # a new file description, which only reads
+        descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         if self.is_closed:  # and leased: a slow peer is still to be sent a batch
             if self.is_kept:
                 self._budget.regain(self.num_bytes, self._users)
@@ -423,6 +353,24 @@ class Arena:
     def remove_client(self, on_left: "Callable[[Arena], None]") -> None:
         """Count a client no longer, which has unmapped the arena, as it says."""
         self._clients.remove(on_left)
+
+    def _unmap(self) -> None:
+        """Unmap the memory; the kernel frees it once no other process has it open or maps it."""
+        descriptor, self.descriptor = self.descriptor, -1
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        _map(self.address, self.num_bytes, _PROT_NONE, flags, -1)
+        os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _refusal(self) -> Iterator[None]:
+        """Turn an error of the operating system inside the block into Overloaded."""
+        try:
+            yield
+        except OSError as error:
+            raise Overloaded(
+                f"this machine has no {self.num_bytes} bytes of memory for a session: "
+                f"{error.strerror}"
+            ) from error
 
     def _file_gone(self) -> None:
         self.is_kept = False
