@@ -14,12 +14,13 @@ import importlib
 import mmap
 import os
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,15 @@ from msgspec import Struct
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.threads import Claims, FairQueue, in_thread
-from gyre_daemon.workers.supervisor import ForkServer, Kind, Message, Process, ask, introduced
+from gyre_daemon.workers.supervisor import (
+    ForkServer,
+    Kind,
+    Message,
+    Process,
+    ask,
+    introduced,
+    serve,
+)
 
 
 class Computation(Protocol):
@@ -79,6 +88,11 @@ class ComputeWork:
         assert self._computation
         answer = self._computation.answer(memoryview(request.body), request.descriptors)
         return Message(Kind.DONE, body=answer)
+
+
+def main() -> NoReturn:
+    """Be the server of compute workers, for the daemon that started this program."""
+    serve(socket.socket(fileno=int(sys.argv[1])), ComputeWork())
 
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -203,6 +217,7 @@ class ExchangeRoom:
 # Variables that programs need to run; all others, such as credentials, stay in the daemon.
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _PASSED_PREFIXES = ("PYTHON", "VIRTUAL_ENV")
+_PROGRAM = "from gyre_daemon.workers.compute_workers import main; main()"
 # Threads of a library must not exist when the server forks.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # The server imports a pool's modules before it forks its first process.
@@ -284,7 +299,7 @@ class ComputeServer:
                     raise ConnectionAbortedError("the daemon is stopping")
                 try:
                     if self._server is None:
-                        self._server = ForkServer.spawned("compute", _environment(os.environ))
+                        self._server = ForkServer.spawned(_PROGRAM, _environment(os.environ))
                     self._server.fork(connection, body, task.max_data_bytes)
                 except ConnectionError:
                     self._end_server()

@@ -239,8 +239,6 @@ _MIN_REFILL_S = 1.0
 # How long a thread waits for a worker. A copy takes some 10 ms; with all workers busy for longer,
 # they wait for a mount that hangs, and the kernel copies instead.
 _PATIENCE_S = 1.0
-# How long `close` waits for a starting fork server; it ends by itself afterwards.
-_MAX_JOIN_S = 10.0
 
 _keys = itertools.count(1)
 
@@ -363,7 +361,6 @@ class CopyWorkers:
         self._keeping = threading.Lock()
         self._fork_server: _CopyServer | None = None
         self._refilled_s = -math.inf
-        self._replacing: threading.Thread | None = None
         if num:
             try:
                 self._fork_server = _CopyServer(ForkServer.forked(CopyWork()))
@@ -438,7 +435,6 @@ class CopyWorkers:
         """End all workers; copies under way are not done."""
         with self._keeping:
             fork_server, self._fork_server, self._num = self._fork_server, None, 0
-            replacing = self._replacing
             with self._changed:
                 for worker in self._all:
                     worker.process.hang_up()
@@ -448,8 +444,6 @@ class CopyWorkers:
             fork_server.server.close()
         for worker in idle:
             worker.process.kill(waits=True)
-        if replacing:
-            replacing.join(_MAX_JOIN_S)
 
     def _refill(self) -> None:
         """Fork missing workers, unless that was done a moment ago."""
@@ -470,39 +464,16 @@ class CopyWorkers:
             self._lose_fork_server(error)
 
     def _lose_fork_server(self, error: OSError) -> None:
-        """Go on with the remaining workers, and start another fork server meanwhile.
-
-        The new one forks workers that have the arenas made from then on. Where a batch group lies
-        in an older arena and no worker is left that has it, the kernel copies.
-        """
+        """Go on with the remaining workers; for those that die from now on, the kernel copies."""
         if self._fork_server:
-            facts = {"pid": self._fork_server.server.pid, "reason": str(error)}
-            log_event("fork server of copy workers died", facts, logging.WARNING)
-            self._fork_server.server.kill(waits=True)
-            self._fork_server = None
-            self._replacing = threading.Thread(
-                target=self._replace_fork_server, name="gyre-fork-server", daemon=True
-            )
-            self._replacing.start()
-
-    def _replace_fork_server(self) -> None:
-        """Start a fork server; one that does not start is not tried again."""
-        try:
-            fork_server = _CopyServer(ForkServer.spawned("copy", os.environ))
-        except OSError as error:
             facts = {
+                "pid": self._fork_server.server.pid,
                 "reason": str(error),
-                "instead": "the kernel copies for those that die, which takes more processor time",
+                "instead": "the kernel copies for those that die, until the daemon is restarted",
             }
             log_event("copy workers are not replaced any more", facts, logging.ERROR)
-            return
-        with self._keeping:
-            if self._num:
-                self._fork_server, self._refilled_s = fork_server, -math.inf
-                log_event("fork server of copy workers replaced", {"pid": fork_server.server.pid})
-                self._refill()
-                return
-        fork_server.server.close()  # the pool was closed meanwhile
+            self._fork_server.server.kill(waits=True)
+            self._fork_server = None
 
     def _tell_all(self, tell: Callable[[_Mapper], None]) -> None:
         try:

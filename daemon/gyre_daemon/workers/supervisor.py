@@ -47,7 +47,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn, Protocol, Self
+from typing import NamedTuple, NoReturn, Protocol, Self
 
 HEADER = struct.Struct("<3q")  # kind, number, bytes of the body
 _MAX_DESCRIPTORS = 2
@@ -427,8 +427,12 @@ class ForkServer(Process):
         return cls.met(ours)
 
     @classmethod
-    def spawned(cls, kind: Literal["copy", "compute"], environment: Mapping[str, str]) -> Self:
+    def spawned(cls, program: str, environment: Mapping[str, str]) -> Self:
         """Start a server as a new program, and wait until it serves.
+
+        Args:
+            program: calls `serve`, with the connection whose descriptor is `sys.argv[1]`.
+            environment: of the program.
 
         Raises:
             OSError: it cannot be started, ended at once, or hangs.
@@ -436,8 +440,7 @@ class ForkServer(Process):
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                arguments = ("-m", "gyre_daemon.workers", kind)
-                pid = spawn_python(arguments, environment, theirs.fileno())
+                pid = spawn_python(("-c", program), environment, theirs.fileno())
             except OSError:
                 ours.close()
                 raise

@@ -61,11 +61,10 @@ def test_jobs_read_on_while_copy_workers_are_killed(daemon: Daemon, shard: Path)
     assert daemon.stop() == 0
 
 
-def test_a_fork_server_that_is_killed_is_replaced(daemon: Daemon, shard: Path) -> None:
-    """Meanwhile jobs read on without it, and without any worker."""
+def test_jobs_read_on_once_the_fork_server_is_killed(daemon: Daemon, shard: Path) -> None:
+    """With the workers that are left, and without any."""
     samples = [shard.read_bytes()[begin : begin + 1024] for begin in range(0, 2 * NUM_TOKENS, 1024)]
-    wanted = num_copy_workers(daemon)
-    assert wanted > 0
+    assert num_copy_workers(daemon) > 0
 
     def check(loader: Loader, num_batches: int) -> None:
         for batch in islice(loader, num_batches):
@@ -83,10 +82,9 @@ def test_a_fork_server_that_is_killed_is_replaced(daemon: Daemon, shard: Path) -
         check(loader, 100)
         with Loader("noise", batch_size=32, seed=2, address=daemon.address) as later:
             check(later, 100)
-            assert eventually(lambda: num_copy_workers(daemon) == wanted, 60)
-            check(later, 100)
+        assert num_copy_workers(daemon) == 0
     told = [event["event"] for event in daemon.events()]
-    assert told.count("fork server of copy workers replaced") == 1
+    assert told.count("copy workers are not replaced any more") == 1
     assert daemon.stop() == 0
 
 

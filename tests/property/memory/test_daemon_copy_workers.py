@@ -3,7 +3,6 @@
 import mmap
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,12 @@ from hypothesis import strategies as st
 FILE = np.random.default_rng(0).integers(0, 256, 1000, np.uint8).tobytes()
 FILES = {1: memoryview(FILE), 7: memoryview(FILE[::-1])}
 ARENA_BYTES = 1 << 16
+SERVER = """
+import socket, sys
+from gyre_daemon.workers.copy_workers import CopyWork
+from gyre_daemon.workers.supervisor import serve
+serve(socket.socket(fileno=int(sys.argv[1])), CopyWork())
+"""
 
 
 def ranges_of(rows: list[tuple[int, int, int, int]]) -> Ranges:
@@ -97,10 +102,10 @@ def file(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def copy_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyWorkers]:
-    """As they are after the first fork server died: threads of gRPC here survive no fork."""
+    """With a fork server in a new program: threads of gRPC here survive no fork."""
 
     def spawned(_: object) -> supervisor.ForkServer:
-        return supervisor.ForkServer.spawned("copy", os.environ)
+        return supervisor.ForkServer.spawned(SERVER, os.environ)
 
     monkeypatch.setattr(supervisor.ForkServer, "forked", spawned)
     with CopyWorkers(2) as copy_workers:
@@ -287,39 +292,12 @@ def test_a_worker_that_stays_busy_holds_up_no_other_copy(
         assert not copies(copy_workers, closed, file), "it has unmapped it meanwhile"
 
 
-def test_a_fork_server_that_dies_is_replaced(copy_workers: CopyWorkers, file: Served) -> None:
-    arena = shared_arena(copy_workers)
-    (fork_server,) = {parent_of(pid) for pid in copy_workers.pids}
-    os.kill(fork_server, signal.SIGKILL)
-    first, second = copy_workers.pids
-    os.kill(first, signal.SIGKILL)
-    assert copies(copy_workers, shared_arena(copy_workers), file), "by the worker that is left"
-    assert copies(copy_workers, arena, file)
-    assert eventually(lambda: len(copy_workers.pids) == 2 and first not in copy_workers.pids)
-    (third,) = set(copy_workers.pids) - {second}
-    new_fork_server = parent_of(third)
-    assert new_fork_server != fork_server
-    assert ended(fork_server)
-    assert parent_of(new_fork_server) == os.getpid()
-    later = shared_arena(copy_workers)
-    os.kill(second, signal.SIGKILL)
-    assert eventually(lambda: ended(second))
-    assert not any(copies(copy_workers, arena, file) for _ in range(3)), (
-        "it was sealed before the new fork server began"
-    )
-    assert copies(copy_workers, later, file)
-    copy_workers.close()
-    assert eventually(lambda: ended(new_fork_server) and ended(third))
-
-
-def test_workers_are_not_replaced_once_no_fork_server_can_be_started(
+def test_workers_are_not_replaced_once_their_fork_server_has_died(
     copy_workers: CopyWorkers,
     file: Served,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The workers that are left go on; without any, nothing is copied."""
-    monkeypatch.setattr(sys, "executable", "/bin/false")
     arena = shared_arena(copy_workers)
     (fork_server,) = {parent_of(pid) for pid in copy_workers.pids}
     os.kill(fork_server, signal.SIGKILL)
