@@ -24,7 +24,7 @@ from collections.abc import (
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
@@ -238,48 +238,6 @@ class _Part(Struct, frozen=True):
 _Parts = Sequence[tuple[_Part, Arrays]]
 
 
-class _Source(Protocol):
-    """A column, and how the part of each shard is found.
-
-    Attributes:
-        dataset: whose shards are gone through.
-        identity: tells the column from others of the dataset.
-        version: of the sidecars.
-        suffix: of the sidecars.
-        at_once: samples whose places are looked up together; the sidecars depend on it.
-        event: the line of the log for each shard.
-        facts: of that line.
-    """
-
-    dataset: Dataset
-    identity: bytes
-    version: str
-    suffix: str
-    at_once: int
-    event: str
-    facts: Mapping[str, str]
-
-    def places(self, sample_ids: Int64Array) -> Extents:
-        """Where samples are stored, which the sidecars belong to."""
-
-    def ids(self, first: int, stop: int) -> Int64Array:
-        """Those of the samples `[first, stop)` that the column has."""
-
-    def check(self, part: _Part, arrays: Arrays) -> None:
-        """Refuse stored arrays that cannot be this part's, with a ValueError."""
-
-    async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
-        """The part, to be stored; `advance` is told of samples as they are done.
-
-        Raises:
-            ConfigError: a column of texts has too many different or too long ones.
-            GyreError: the shard cannot be read, or a sample cannot be transformed.
-        """
-
-    async def joined(self, parts: _Parts, *, are_all: bool) -> object:
-        """The column of all parts, or of those of some shards."""
-
-
 class Measurer:
     """Finds columns and lengths; all jobs that want one wait for the same work.
 
@@ -380,7 +338,7 @@ class Measurer:
     def _begun(
         self,
         key: _Key,
-        source_of: Callable[[], _Source],
+        source_of: "Callable[[], _Source]",
         shards: range | None = None,
         name: str = "",
     ) -> Measuring:
@@ -401,7 +359,7 @@ class Measurer:
         if work.has_failed:
             self._works.forget(key, work)
 
-    async def _find(self, source: _Source, work: Measuring, shards: range | None) -> object:
+    async def _find(self, source: "_Source", work: Measuring, shards: range | None) -> object:
         """The column of all shards, or of some."""
         dataset, parts, num_shards = source.dataset, [], len(source.dataset.shards)
         bounds = await compute(shard_bounds, dataset.stored.index, num_shards)
@@ -419,7 +377,7 @@ class Measurer:
         return await source.joined(parts, are_all=shards is None)
 
     async def _part(
-        self, source: _Source, part: _Part, advance: Callable[[int], None]
+        self, source: "_Source", part: _Part, advance: Callable[[int], None]
     ) -> tuple[Arrays, bool]:
         """The part of one shard, and whether it was kept before."""
         suffix, kind = await compute(_identities, source, part)
@@ -437,7 +395,7 @@ class Measurer:
         return arrays, False
 
 
-def _identities(source: _Source, part: _Part) -> tuple[str, str]:
+def _identities(source: "_Source", part: _Part) -> tuple[str, str]:
     """The suffix of a column's sidecars, and the kind of that of these samples."""
     column = hashlib.blake2b(source.identity, digest_size=8).hexdigest()
     samples = hashlib.blake2b(source.identity, digest_size=16)
@@ -449,7 +407,17 @@ def _identities(source: _Source, part: _Part) -> tuple[str, str]:
 
 
 class _StoredField:
-    """The values of a stored field: numbers as they are, texts as numbers of the different ones."""
+    """The values of a stored field: numbers as they are, texts as numbers of the different ones.
+
+    Attributes:
+        dataset: whose shards are gone through.
+        identity: tells the column from others of the dataset.
+        version: of the sidecars.
+        suffix: of the sidecars.
+        at_once: samples whose places are looked up together; the sidecars depend on it.
+        event: the line of the log for each shard.
+        facts: of that line.
+    """
 
     version, suffix, event = "column/1", ".gyre-columns", "column read"
     at_once = 1 << 14
@@ -479,7 +447,7 @@ class _StoredField:
         self._layouts = LayoutMaker([spec])
 
     def places(self, sample_ids: Int64Array) -> Extents:
-        """Of this field alone."""
+        """Where this field of samples is stored, which the sidecars belong to."""
         found, which = self.dataset.index.locate(sample_ids), slice(self._column, self._column + 1)
         return replace(
             found,
@@ -491,9 +459,11 @@ class _StoredField:
         )
 
     def ids(self, first: int, stop: int) -> Int64Array:
+        """Those of the samples `[first, stop)` that the column has."""
         return np.arange(first, stop)
 
     def check(self, part: _Part, arrays: Arrays) -> None:
+        """Refuse stored arrays that cannot be this part's, with a ValueError."""
         num = len(part.ids)
         if not self._is_text:
             num_bytes = num * self._spec.dtype.itemsize
@@ -507,6 +477,7 @@ class _StoredField:
             raise ValueError("its texts are not those of the shard's samples")
 
     async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
+        """The part, to be stored; `advance` is told of samples as they are done."""
         found: list[_Bytes] = []
         for first in range(0, len(part.ids), self.at_once):
             ids = part.ids[first : first + self.at_once]
@@ -535,6 +506,7 @@ class _StoredField:
         }
 
     async def joined(self, parts: _Parts, *, are_all: bool) -> Column:
+        """The column of all parts, or of those of some shards."""
         name = self._spec.name
         if not self._is_text:
             dtype = self._spec.dtype
@@ -567,7 +539,7 @@ def _texts(arrays: Arrays) -> Values:
 
 
 class _MadeLengths:
-    """The lengths that a chain gives to samples, and those that it cannot transform."""
+    """The lengths that a chain gives to samples, and the failures; found as `_StoredField` is."""
 
     suffix, event, at_once = ".gyre-lengths", "shard measured", 1 << 16
 
@@ -698,6 +670,9 @@ class _MadeLengths:
                 about = {"dataset": dataset.name, "samples": len(failures), "report": path}
                 log_event("samples cannot be transformed", about, logging.WARNING)
         return Measured(lengths, failures)
+
+
+_Source = _StoredField | _MadeLengths
 
 
 def is_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool:
