@@ -19,7 +19,7 @@ others of one epoch.
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -58,72 +58,6 @@ NO_SAMPLES = np.empty(0, np.int64)
 
 
 class Substitutes:
-    """Replaces the corrupt samples of one dataset in the order of one job; any thread may ask.
-
-    Attributes:
-        places: takes an epoch and returns the places of corrupt samples there, as `places_of` says
-            them, in rising order.
-    """
-
-    def __init__(
-        self,
-        corrupt: Int64Array,
-        num_samples: int,
-        seed: int,
-        places_of: Callable[[int, Int64Array], Int64Array],
-    ) -> None:
-        """Compute nothing yet.
-
-        Args:
-            corrupt: int64 [C], ids in rising order; at most half of all samples.
-            num_samples: N.
-            seed: of the order.
-            places_of: takes an epoch of the job and int64 [C] ids, and returns the places at which
-                the job reads them in that epoch, without unread ones.
-        """
-        assert 0 < 2 * len(corrupt) <= num_samples
-        self._corrupt = corrupt
-        self._num_good = num_samples - len(corrupt)
-        self._seed = seed
-        self._drawn = lru_cache(_MAX_KEPT)(self._draw)
-        self.places = lru_cache(_MAX_KEPT)(lambda epoch: np.sort(places_of(epoch, corrupt)))
-
-    def where(self, sample_ids: Int64Array) -> Int64Array:
-        """Which of the samples are corrupt: their numbers in the array."""
-        rank = np.searchsorted(self._corrupt, sample_ids)
-        found = self._corrupt[np.minimum(rank, len(self._corrupt) - 1)] == sample_ids
-        return np.flatnonzero(found)
-
-    def of(self, sample_ids: Int64Array, epoch: int) -> Int64Array:
-        """The substitutes of corrupt samples in an epoch; both int64 [n]."""
-        return self._drawn(epoch)[np.searchsorted(self._corrupt, sample_ids)]
-
-    def num_in_epoch(self, epoch_length: int) -> int:
-        """How many corrupt samples count in a whole epoch of this many positions.
-
-        All of them count, also those that the tail `drop` leaves out: to know these would take a
-        look at every epoch.
-        """
-        return min(len(self._corrupt), epoch_length)
-
-    def num_before(self, epoch: int, place: int) -> int:
-        """How many corrupt samples stand before a place of an epoch, in this epoch.
-
-        Args:
-            epoch: of the job, as for `places_of`.
-            place: in that epoch, in the order in which the job reads.
-        """
-        return int(np.searchsorted(self.places(epoch), place))
-
-    def _draw(self, epoch: int) -> Int64Array:
-        """Int64 [C], the substitute of each corrupt sample in an epoch."""
-        drawn = Permutation(_key(self._seed, epoch), self._num_good)(np.arange(len(self._corrupt)))
-        # the g-th good sample has as many corrupt ones before it as have at most g good ones before
-        num_good_before = self._corrupt - np.arange(len(self._corrupt))
-        return drawn + np.searchsorted(num_good_before, drawn, side="right")
-
-
-class JobSubstitutes:
     """Replaces the corrupt samples of a job in all its stages; any thread may ask.
 
     It is false where there is nothing to replace.
@@ -142,21 +76,20 @@ class JobSubstitutes:
             InvalidRequest: more than half of the samples of a stage are corrupt.
         """
         self._seed, self._stages, self._epochs = seed, stages, epochs
-        self._by_stage = [self._of_stage(corrupt, stage.num_samples) for stage in stages.all]
+        self._by_stage = [
+            corrupt[: np.searchsorted(corrupt, stage.num_samples)] for stage in stages.all
+        ]
+        for its, stage in zip(self._by_stage, stages.all, strict=True):
+            if 2 * len(its) > stage.num_samples:
+                raise InvalidRequest(
+                    f"{len(its)} of the first {stage.num_samples} samples are corrupt: more than "
+                    "half"
+                )
+        self._of_epoch = lru_cache(_MAX_KEPT)(self._draw)
+        self._places = lru_cache(_MAX_KEPT)(self._find_places)
 
     def __bool__(self) -> bool:
-        return any(self._by_stage)
-
-    def _of_stage(self, corrupt: Int64Array, num_samples: int) -> Substitutes | None:
-        """The substitutes of a stage with this many samples; None if it needs none."""
-        corrupt = corrupt[: np.searchsorted(corrupt, num_samples)]
-        if not len(corrupt):
-            return None
-        if 2 * len(corrupt) > num_samples:
-            raise InvalidRequest(
-                f"{len(corrupt)} of the first {num_samples} samples are corrupt: more than half"
-            )
-        return Substitutes(corrupt, num_samples, self._seed, self._places_of)
+        return any(map(len, self._by_stage))
 
     def replace(
         self, epoch: int, sample_ids: Int64Array, is_substitute: npt.NDArray[np.bool_]
@@ -168,38 +101,56 @@ class JobSubstitutes:
             sample_ids: int64 [n], changed in place.
             is_substitute: bool [n], true afterwards where a sample was replaced.
         """
-        substitutes = self._by_stage[self._stages.number(epoch)]
-        if substitutes and len(which := substitutes.where(sample_ids)):
-            is_substitute[which] = True
-            sample_ids[which] = substitutes.of(sample_ids[which], epoch)
+        corrupt = self._corrupt(epoch)
+        if not len(corrupt):
+            return
+        number = np.searchsorted(corrupt, sample_ids)
+        found = corrupt[np.minimum(number, len(corrupt) - 1)] == sample_ids
+        if found.any():
+            is_substitute[found] = True
+            sample_ids[found] = self._of_epoch(epoch)[number[found]]
 
     def num_before(self, position: int) -> int:
-        """How many corrupt samples the job replaced at positions before this one."""
+        """How many corrupt samples the job replaced at positions before this one.
+
+        All count in a whole epoch, also those that the tail `drop` leaves out: to know these would
+        take a look at every epoch.
+        """
         if not self:
             return 0
         epoch, place = self._stages.at(position)
-        count = 0
-        for number, num_epochs, length in self._stages.before(epoch):
-            if substitutes := self._by_stage[number]:
-                count += num_epochs * substitutes.num_in_epoch(length)
-        last = self._by_stage[self._stages.number(epoch)]
-        return count + (self._num_in_epoch_before(last, epoch, place) if last else 0)
-
-    def _num_in_epoch_before(self, substitutes: Substitutes, epoch: int, place: int) -> int:
-        """See `Substitutes.num_before`, whose places are those before a window was sorted."""
-        count, order = substitutes.num_before(epoch, place), self._epochs(epoch)
+        count = sum(
+            num_epochs * min(len(self._by_stage[number]), length)
+            for number, num_epochs, length in self._stages.before(epoch)
+        )
+        if not len(self._corrupt(epoch)):
+            return count
+        places, order = self._places(epoch), self._epochs(epoch)
+        count += int(np.searchsorted(places, place))
         if isinstance(order, BucketedOrder):
-            count += order.more_before(place, substitutes.places(epoch))
+            count += order.more_before(place, places)
         return count
 
-    def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
-        """Where in an epoch of this job samples are read, without those that the tail drops.
+    def _corrupt(self, epoch: int) -> Int64Array:
+        return self._by_stage[self._stages.number(epoch)]
+
+    def _draw(self, epoch: int) -> Int64Array:
+        """Int64 [C], the substitute of each corrupt sample in an epoch."""
+        corrupt = self._corrupt(epoch)
+        num_good = self._stages.num_samples(epoch) - len(corrupt)
+        drawn = Permutation(_key(self._seed, epoch), num_good)(np.arange(len(corrupt)))
+        # the g-th good sample has as many corrupt ones before it as have at most g good ones before
+        num_good_before = corrupt - np.arange(len(corrupt))
+        return drawn + np.searchsorted(num_good_before, drawn, side="right")
+
+    def _find_places(self, epoch: int) -> Int64Array:
+        """Where in an epoch corrupt samples are read, rising, without those that the tail drops.
 
         With buckets, these are places before windows are sorted: else all would have to be.
         """
         length, order = self._stages.length(epoch), self._epochs(epoch)
         inner = order.inner if isinstance(order, BucketedOrder) else order
-        places = inner.inverse(sample_ids)
+        places = np.sort(inner.inverse(self._corrupt(epoch)))
         return places[places < length]
 
 
@@ -327,7 +278,7 @@ class BatchPlanner:
         self._lengths_of = lengths_of
         self._tables = [blocks and blocks.of_first(stage.num_samples) for stage in stages]
         self._epochs = lru_cache(_MAX_KEPT)(self._make_epoch_order)
-        self._substitutes = JobSubstitutes(corrupt, order.seed, self.stages, self._epochs)
+        self._substitutes = Substitutes(corrupt, order.seed, self.stages, self._epochs)
         self._uses = NextUses(self.stages, self._epochs)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
