@@ -171,13 +171,7 @@ class PortionReader:
         num_bytes = (np.maximum(extents.size, extents.tensor_bytes)).sum(1)
         for sizes in self._made_bytes(len(num_bytes), lengths):
             num_bytes = num_bytes + sizes
-        ends, begin = np.cumsum(num_bytes), 0
-        while begin < len(ends):
-            limit = _MAX_PORTION_BYTES + (int(ends[begin - 1]) if begin else 0)
-            fitting = int(np.searchsorted(ends, limit, side="right"))
-            end = max(begin + 1, min(fitting, begin + _MAX_SAMPLES[self._dataset.cost]))
-            yield slice(begin, end)
-            begin = end
+        return cut_by_size(num_bytes, _MAX_PORTION_BYTES, _MAX_SAMPLES[self._dataset.cost])
 
     @asynccontextmanager
     async def read(
@@ -410,6 +404,17 @@ class PortionReader:
                 "reason": failure.reason,
             },
         )
+
+
+def cut_by_size(num_bytes: Int64Array, max_bytes: int, max_samples: int) -> Iterator[slice]:
+    """Cut samples of these sizes into runs; one that is larger than `max_bytes` stands alone."""
+    ends, begin = np.cumsum(num_bytes), 0
+    while begin < len(ends):
+        limit = max_bytes + (int(ends[begin - 1]) if begin else 0)
+        fitting = int(np.searchsorted(ends, limit, side="right"))
+        end = max(begin + 1, min(fitting, begin + max_samples))
+        yield slice(begin, end)
+        begin = end
 
 
 def _room_bytes(stored_bytes: int) -> int:

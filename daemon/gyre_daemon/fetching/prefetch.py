@@ -10,7 +10,7 @@ time, and come in order.
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import first_error
 from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, BatchGroup, Fetch, Fetcher
 from gyre_daemon.fetching.layout import BatchLayout, GroupLayout
-from gyre_daemon.fetching.portions import PortionReader, Staging
+from gyre_daemon.fetching.portions import Staging, cut_by_size
 from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.memory.arenas import Slot
 from gyre_daemon.memory.share import Share
@@ -105,10 +105,10 @@ class Spec(Struct, frozen=True):
         return *data, *order, *ranks, self.num_wished
 
 
-def _fetcher_of(spec: Spec, workers: FairExecutor) -> Fetcher | TransformingFetcher:
-    if isinstance(spec.dataset, TransformedDataset):
-        return TransformingFetcher(spec.dataset, workers)
-    return Fetcher(spec.dataset, workers)
+def _fetcher_of(dataset: Dataset, threads: FairExecutor) -> Fetcher | TransformingFetcher:
+    if isinstance(dataset, TransformedDataset):
+        return TransformingFetcher(dataset, threads)
+    return Fetcher(dataset, threads)
 
 
 class Prefetcher:
@@ -126,8 +126,8 @@ class Prefetcher:
         self._flow = flow
         self._workers = workers
         self._num_rewinds = 0
-        self._fetcher = _fetcher_of(spec, workers)
-        is_transformed = isinstance(spec.dataset, TransformedDataset)
+        self._fetcher = _fetcher_of(spec.dataset, workers)
+        is_transformed = isinstance(self._fetcher, TransformingFetcher)
         self._is_drawn = is_transformed or bool(spec.dataset.drawing)
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
@@ -154,15 +154,12 @@ class Prefetcher:
             self.rewind(self._next_to_begin)
         self._in_groups = value
 
-    def next_fetch(self, max_steps: int, end_step: int | None) -> Fetch:
-        """The next batch group, laid out; the same again until it is `begun`.
+    def next_fetch(self, max_steps: int) -> Fetch:
+        """The next batch group of those that were prepared; the same again until it is `begun`.
 
         Args:
             max_steps: the most steps that it may have, at least 1.
-            end_step: the first step that nobody wants; None for no end.
         """
-        if not self._fetches:
-            self._prepare(end_step)
         fetch = self._fetches[0]
         if max_steps < len(fetch.plan):
             self._fetches.insert(1, fetch.part(max_steps, len(fetch.plan)))
@@ -215,28 +212,26 @@ class Prefetcher:
         return np.where(uses == NEVER, NEVER, uses - position)
 
     async def prepare(self, end_step: int | None) -> None:
-        """Lay out the next batch groups in a thread, where that takes long.
-
-        Where it does not, or groups are laid out already, `next_fetch` does it.
+        """Lay out the next batch groups, unless some are left; in a thread where that takes long.
 
         Args:
-            end_step: as for `next_fetch`.
+            end_step: the first step that nobody wants; None for no end.
         """
         while not self._fetches:
-            sizes = self._sizes(end_step)
+            sizes, plans, num_rewinds = self._sizes(end_step), self._plans, self._num_rewinds
             cost = self._spec.planner.cost_of(sizes.num_planned, self._spec.world_size)
-            if cost <= _MAX_COST_ON_LOOP:
-                return
-            num_rewinds, plans = self._num_rewinds, self._plans
             work = partial(self._lay_out, plans, sizes)
-            fetches, rest = await self._workers.run(self._flow, cost, plans.first_step, work)
-            if num_rewinds == self._num_rewinds:
-                self._add(fetches, rest, sizes, end_step)
-
-    def _prepare(self, end_step: int | None) -> None:
-        """Lay out the next batch groups together."""
-        sizes = self._sizes(end_step)
-        self._add(*self._lay_out(self._plans, sizes), sizes, end_step)
+            if cost <= _MAX_COST_ON_LOOP:
+                fetches, rest = work()
+            else:
+                fetches, rest = await self._workers.run(self._flow, cost, plans.first_step, work)
+            if num_rewinds != self._num_rewinds:
+                continue
+            self._num_prepared = sizes.num_next_time
+            self._fetches.extend(fetches)
+            self._plans = rest
+            if self._announcer:
+                self._announcer.announce(rest, sizes.num_wanted, end_step, self._flow)
 
     def _sizes(self, end_step: int | None) -> "_Sizes":
         """How much is laid out next, and how much is planned for that.
@@ -282,16 +277,6 @@ class Prefetcher:
         ranks = spec.rank, spec.world_size
         epochs = spec.planner.epochs(plan.first_step, len(plan), *ranks)
         return fetch.drawn(spec.order.seed, epochs)
-
-    def _add(
-        self, fetches: Sequence[Fetch], plans: GroupPlan, sizes: "_Sizes", end_step: int | None
-    ) -> None:
-        """Keep the laid-out steps, and announce the blocks of the steps behind."""
-        self._num_prepared = sizes.num_next_time
-        self._fetches.extend(fetches)
-        self._plans = plans
-        if self._announcer:
-            self._announcer.announce(plans, sizes.num_wanted, end_step, self._flow)
 
 
 class _Sizes(NamedTuple):
@@ -385,15 +370,10 @@ class RangeReader:
             threads: the daemon's.
         """
         self._dataset, self._flow = dataset, Flow("ranges")
+        self._fetcher = _fetcher_of(dataset, threads)
         self._unmeasured: TransformingFetcher | None = None
-        self._fetcher: Fetcher | TransformingFetcher
-        if isinstance(dataset, TransformedDataset):
-            self._fetcher = TransformingFetcher(dataset, threads)
-            if dataset.made_ragged and not dataset.measured:
-                self._unmeasured = self._fetcher
-        else:
-            self._fetcher = Fetcher(dataset, threads)
-        self._threads = threads
+        if isinstance(self._fetcher, TransformingFetcher) and self._fetcher.lacks_lengths:
+            self._unmeasured = self._fetcher
         self._num_ahead = _AHEAD + _AHEAD_PER_CORE * len(os.sched_getaffinity(0))
 
     async def read(self, first: int, stop: int) -> AsyncGenerator[Batch, None]:
@@ -437,19 +417,11 @@ class RangeReader:
         for begin in range(0, len(ids), _AT_ONCE):
             some = ids[begin : begin + _AT_ONCE]
             if self._unmeasured:
-                assert isinstance(dataset, TransformedDataset)
-                portions = PortionReader(dataset, self._threads)
-                yield from (some[its] for its in portions.cut(dataset.index.locate(some), None))
+                yield from (some[its] for its in self._unmeasured.cut(some))
                 continue
             if dataset.packed:
                 sizes = np.full(len(some), dataset.num_bytes // dataset.num_samples)
             else:
                 extents = dataset.index.locate(some)
                 sizes = np.maximum(extents.size, extents.tensor_bytes).sum(axis=1)
-            ends, at = np.cumsum(sizes), 0
-            while at < len(some):
-                limit = _MAX_BYTES + (int(ends[at - 1]) if at else 0)
-                fitting = int(np.searchsorted(ends, limit, side="right"))
-                end = max(at + 1, min(fitting, at + _MAX_SAMPLES))
-                yield some[at:end]
-                at = end
+            yield from (some[its] for its in cut_by_size(sizes, _MAX_BYTES, _MAX_SAMPLES))

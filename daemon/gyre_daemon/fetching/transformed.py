@@ -117,6 +117,15 @@ class TransformingFetcher:
             (column, spec.element_bytes) for column, spec in enumerate(dataset.made) if spec.ragged
         ]
 
+    @property
+    def lacks_lengths(self) -> bool:
+        """Whether batches can only be read by `read_unmeasured`."""
+        return bool(self._dataset.made_ragged) and not self._dataset.measured
+
+    def cut(self, sample_ids: Int64Array) -> Iterator[slice]:
+        """Cut samples into batches for `read_unmeasured`."""
+        return self._portions.cut(self._dataset.index.locate(sample_ids), None)
+
     def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
         """See `Fetcher.prepare`."""
         if packed := self._dataset.packed:

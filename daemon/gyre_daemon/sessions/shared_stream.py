@@ -610,7 +610,7 @@ class SharedStream:
         self._streams.execute()
         if not num_steps:
             return None
-        fetch = self._prefetcher.next_fetch(num_steps, self.stream.read_until)
+        fetch = self._prefetcher.next_fetch(num_steps)
         slot = self.arenas.take(fetch.layout.num_bytes)
         if slot is None:
             if self.arenas.is_complete:
