@@ -39,14 +39,14 @@ from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.shard_worker import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample, Overloaded, first_error
-from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Fetch, Fetcher
+from gyre_daemon.fetching.fetch import Fetch, Fetcher
 from gyre_daemon.fetching.layout import LayoutMaker
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, Staging
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
-from gyre_daemon.storage.base import Delays, Draws
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.made_samples import Lengths
 
@@ -634,7 +634,7 @@ class _MadeLengths:
         """Int64 [n, R], the lengths of the samples of a portion."""
         claims = Claims(self._flow, plan.urgency)
         try:
-            async with self._reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
+            async with self._reader.read(plan, claims) as portion:
                 lengths, _ = await self._reader.measure(portion, claims)
                 return lengths
         except ExceptionGroup as errors:  # of records that are made before they are kept

@@ -25,12 +25,11 @@ from gyre_daemon.fetching.columns import (
     is_measured,
     with_measured,
 )
-from gyre_daemon.fetching.fetch import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.fetching.transformed import MadeSources
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, compute
-from gyre_daemon.storage.base import Delays, Draws
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.made_samples import STEP as CACHE
 from gyre_daemon.transforms.made_samples import Lengths
@@ -453,5 +452,5 @@ class EngineVerifier:
             draws = Draws.first(len(ids[some]))
             plan = PortionPlan(ids[some], draws, extents.part(some), some.start, None)
             claims = Claims(NO_JOB, some.start)
-            async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
+            async with reader.read(plan, claims) as portion:
                 await reader.work(Kind.VERIFY, portion, claims)

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from gyre_daemon.datasets.formats import Extents, stored_fields
 from gyre_daemon.errors import CorruptSample, Overloaded
-from gyre_daemon.fetching.fetch import Ahead, Fetch, Fetcher
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, Fetch, Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
@@ -174,23 +174,19 @@ class PortionReader:
         return cut_by_size(num_bytes, _MAX_PORTION_BYTES, _MAX_SAMPLES[self._dataset.cost])
 
     @asynccontextmanager
-    async def read(
-        self, plan: PortionPlan, claims: Claims, ahead: Ahead, delays: Delays
-    ) -> AsyncIterator[ReadPortion]:
+    async def read(self, plan: PortionPlan, claims: Claims) -> AsyncIterator[ReadPortion]:
         """Read the stored fields of a portion into an exchange, which is held inside the context.
 
         Args:
             plan: the samples.
             claims: the jobs that need them.
-            ahead: see `Fetcher.fill`.
-            delays: see `Fetcher.fill`.
 
         Raises:
             CorruptSample: a sample was given up before, or its stored bytes are damaged.
             GyreError: as `Fetcher.fill`.
         """
         async with self._staged(plan, claims) as portion:
-            await self._fill(portion, claims, ahead, delays)
+            await self._fill(portion, claims, NOTHING_AHEAD, Delays())
             yield portion
 
     @asynccontextmanager
@@ -201,7 +197,7 @@ class PortionReader:
 
         Samples that have to be waited for are transformed as they arrive: a free worker takes all
         those present. Where a sample costs microseconds, handing it over would cost more than it
-        gains.
+        gains. See `Fetcher.fill` for `ahead` and `delays`.
 
         Raises:
             CorruptSample: as `read` and `work`.

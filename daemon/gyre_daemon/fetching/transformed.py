@@ -68,21 +68,28 @@ from gyre_daemon.transforms.recipes import Cost
 _Bytes = npt.NDArray[np.uint8]
 
 
-class _Into(Struct, frozen=True):
-    """Where a portion goes.
+class _Filling(Struct, frozen=True):
+    """A batch group of n samples that is being filled.
 
     Attributes:
-        fetch: the batch group.
-        begin: the portion's first sample, counted over the batches of the group.
-        slot: of the group.
-        told: int64 [n, R], gets the elements of each ragged output field, where these were
-            not measured.
+        fetch: the group.
+        slot: where it goes.
+        draws: of its samples.
+        lengths: int64 [n, R], the elements of each ragged output field, or their limits.
+        told: int64 [n, R], gets the elements where `lengths` are limits.
     """
 
     fetch: Fetch
-    begin: int
     slot: Place
+    draws: Draws
+    lengths: Int64Array
     told: Int64Array
+
+    def plan(self, some: slice) -> PortionPlan:
+        """A portion of the group."""
+        fetch, draws = self.fetch, self.draws.part(some)
+        extents, step = fetch.extents.part(some), fetch.plan.first_step
+        return PortionPlan(fetch.ids[some], draws, extents, step, self.lengths[some])
 
 
 class TransformingFetcher:
@@ -173,7 +180,7 @@ class TransformingFetcher:
         ids = plan.sample_ids.reshape(-1)
         extents, draws = self._dataset.index.locate(ids), Draws.first(len(ids))
         whole = PortionPlan(ids, draws, extents, plan.first_step, None, keeps=True)
-        async with self._portions.read(whole, claims, NOTHING_AHEAD, Delays()) as portion:
+        async with self._portions.read(whole, claims) as portion:
             lengths, num_kept = await self._portions.measure(portion, claims)
             layout = self._layouts.make(plan, self._sizes(lengths, extents))
             fetch = Fetch(plan, extents, layout)
@@ -181,12 +188,10 @@ class TransformingFetcher:
             copy = partial(self._copy_kept, portion, fetch, memory, lengths, num_kept)
             num_copied = await self._threads.run_of(claims, portion.request.start, copy)
         place, rest = Staging.of(memory), slice(num_copied, len(ids))
+        filling = _Filling(fetch, place, draws, lengths, lengths)
         for some in self._portions.cut(extents.part(rest), lengths[rest]):
             its = slice(num_copied + some.start, num_copied + some.stop)
-            args = ids[its], draws.part(its), extents.part(its), plan.first_step, lengths[its]
-            left, begin = PortionPlan(*args), its.start
-            into = _Into(fetch, begin, place, lengths[its])
-            await self._fill_portion(claims, left, into, NOTHING_AHEAD, Delays())
+            await self._fill_portion(claims, filling, its, NOTHING_AHEAD, Delays())
         self._write_own(fetch, place, lengths)
         return fetch, memory
 
@@ -209,14 +214,10 @@ class TransformingFetcher:
         num = max(0, min(num_kept, fitting))
         if not num:
             return 0
-        if len(made) == 1:
-            first, stop = destinations[0, 0, 0], destinations[num - 1, 0, 1]
-            into[first:stop] = memory[portion.room.start : ends[num - 1, -1]]
-        else:
-            begins = (ends - sizes)[:num].tolist()
-            for row, places in enumerate(destinations[:num, : len(made)].tolist()):
-                for (at, end), begin in zip(places, begins[row], strict=True):
-                    into[at:end] = memory[begin : begin + end - at]
+        begins = (ends - sizes)[:num].tolist()
+        for row, places in enumerate(destinations[:num, : len(made)].tolist()):
+            for (at, end), begin in zip(places, begins[row], strict=True):
+                into[at:end] = memory[begin : begin + end - at]
         stored = portion.staged.destinations
         for column, source in self._passed:
             at, end = stored[0, source, 0], stored[num - 1, source, 1]
@@ -239,18 +240,13 @@ class TransformingFetcher:
         """
         delays = delays or Delays()
         began = time.monotonic()
-        plan, ids = fetch.plan, fetch.ids
-        draws = fetch.draws or Draws.first(len(ids))
-        lengths = self._lengths(ids)
-        told = np.zeros_like(lengths)
+        draws = fetch.draws or Draws.first(len(fetch.ids))
+        lengths = self._lengths(fetch.ids)
+        filling = _Filling(fetch, slot, draws, lengths, np.zeros_like(lengths))
         async with asyncio.TaskGroup() as tasks:
             for some in self._portions.cut(fetch.extents, lengths):
-                extents = fetch.extents.part(some)
-                its, step = draws.part(some), plan.first_step
-                part = PortionPlan(ids[some], its, extents, step, lengths[some])
-                into = _Into(fetch, some.start, slot, told[some])
-                tasks.create_task(self._fill_portion(claims, part, into, ahead, delays))
-        work = partial(self._write_own, fetch, slot, told)
+                tasks.create_task(self._fill_portion(claims, filling, some, ahead, delays))
+        work = partial(self._write_own, fetch, slot, filling.told)
         layout = await self._threads.run_of(claims, 0, work)
         if delays.num_requests:
             delays.storage_s = delays.read_s
@@ -295,29 +291,25 @@ class TransformingFetcher:
         return layout
 
     async def _fill_portion(
-        self,
-        claims: Claims,
-        part: PortionPlan,
-        into: "_Into",
-        ahead: Ahead,
-        delays: Delays,
+        self, claims: Claims, filling: _Filling, some: slice, ahead: Ahead, delays: Delays
     ) -> None:
+        part = filling.plan(some)
         async with self._portions.transformed(part, claims, ahead, delays) as portion:
             if self._dataset.has_limits:
-                into.told[:] = self._portions.lengths_of(portion)
-            copy = self._copy if into.fetch.rows is None else self._copy_documents
-            work = partial(copy, portion, into)
+                filling.told[some] = self._portions.lengths_of(portion)
+            copy = self._copy if filling.fetch.rows is None else self._copy_documents
+            work = partial(copy, portion, filling, some)
             await self._threads.run_of(claims, portion.request.start, work)
 
-    def _copy(self, portion: ReadPortion, where: "_Into") -> None:
+    def _copy(self, portion: ReadPortion, where: _Filling, some: slice) -> None:
         """Copy made and passing fields into the slot; runs in a thread."""
-        fetch, begin, slot = where.fetch, where.begin, where.slot
+        fetch, begin, slot = where.fetch, some.start, where.slot
         with slot.arena.lease():
             into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
             destinations, stored = fetch.layout.destinations[begin:], portion.staged.destinations
             limited = self._ragged if self._dataset.has_limits else []
             for number, (column, element_bytes) in enumerate(limited):
-                sizes = (where.told[:, number] * element_bytes).tolist()
+                sizes = (where.told[some, number] * element_bytes).tolist()
                 sources = portion.made[column].tolist()
                 for sample, at in enumerate(destinations[: len(sizes), column, 0].tolist()):
                     source, size = sources[sample], sizes[sample]
@@ -333,14 +325,13 @@ class TransformingFetcher:
                     at, end = stored[first, source, 0], stored[stop - 1, source, 1]
                     into[begins[column] : ends[column]] = memory[at:end]
 
-    def _copy_documents(self, portion: ReadPortion, where: "_Into") -> None:
+    def _copy_documents(self, portion: ReadPortion, where: _Filling, some: slice) -> None:
         """Copy parts of documents into their sequences; see `_copy`."""
-        fetch, begin, slot = where.fetch, where.begin, where.slot
+        fetch, slot = where.fetch, where.slot
         packed, rows = self._dataset.packed, fetch.rows
         assert packed
         assert rows
         into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
-        some = slice(begin, begin + len(portion.plan))
         passed = dict(self._passed)
         with slot.arena.lease():
             for number, (column, spec) in enumerate(packed.read.items()):
