@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -147,17 +147,25 @@ def packed_fetches(
 
 
 class BatchGroup(Struct, frozen=True, eq=False, weakref=True):
-    """The batches of successive steps, complete and never changed again.
+    """The batches of successive steps, complete but for those that failed, and never changed again.
 
     Attributes:
         plan: the sample ids of the batches.
         layout: where the batches and their tensors lie in the slot.
         slot: the memory that the group owns.
+        errors: why a batch failed, by its step.
     """
 
     plan: GroupPlan
     layout: GroupLayout
     slot: Slot
+    errors: Mapping[int, Exception] = {}
+
+    def good(self, steps: range) -> range:
+        """These steps up to the first that failed; empty where that is the first of all."""
+        if not self.errors:
+            return steps
+        return next((range(steps.start, step) for step in steps if step in self.errors), steps)
 
     def part(self, steps: range) -> "BatchGroup":
         """The batches of some of its steps; their bytes stay where they are."""

@@ -10,7 +10,7 @@ time, and come in order.
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -50,24 +50,6 @@ _PLANNED_EPOCHS = 4
 _MAX_COST_ON_LOOP = 1 << 16
 # Blocks that are announced ahead. More would push blocks out of the cache that are still needed.
 _MAX_BLOCKS_AHEAD = 64
-
-
-class GroupResult(Struct, frozen=True):
-    """A batch group that was read.
-
-    Attributes:
-        group: its batches, complete but for those that failed.
-        errors: why a batch failed, by its step.
-    """
-
-    group: BatchGroup
-    errors: Mapping[int, Exception]
-
-    def good(self, steps: range) -> range:
-        """These steps up to the first that failed; empty where that is the first of all."""
-        if not self.errors:
-            return steps
-        return next((range(steps.start, step) for step in steps if step in self.errors), steps)
 
 
 _Planned = tuple[tuple[Stage, ...], tuple[Phase, ...]]
@@ -179,7 +161,7 @@ class Prefetcher:
         if self._announcer:
             self._announcer.rewind()
 
-    async def fill(self, fetch: Fetch, slot: Slot, flow: Flow, delays: Delays) -> GroupResult:
+    async def fill(self, fetch: Fetch, slot: Slot, flow: Flow, delays: Delays) -> BatchGroup:
         """Read a batch group into its slot; where it fails, batch by batch.
 
         `delays` are told the time it took.
@@ -189,20 +171,20 @@ class Prefetcher:
         try:
             claims = Claims(flow, fetch.plan.first_step)
             layout = await self._fetcher.fill(fetch, slot, claims, self._ahead, delays)
-            return GroupResult(BatchGroup(fetch.plan, layout, slot), {})
+            return BatchGroup(fetch.plan, layout, slot)
         except Exception as error:
             failure = first_error(error) if isinstance(error, ExceptionGroup) else error
         if len(fetch.plan) == 1:
-            group = BatchGroup(fetch.plan, fetch.layout, slot)
-            return GroupResult(group, {fetch.plan.first_step: failure})
-        errors: dict[int, Exception] = {}
+            errors = {fetch.plan.first_step: failure}
+            return BatchGroup(fetch.plan, fetch.layout, slot, errors)
+        errors = {}
         batches: list[BatchLayout] = []
         for row in range(len(fetch.plan)):
             single = await self.fill(fetch.part(row, row + 1), slot, flow, delays)
             errors.update(single.errors)
-            batches += single.group.layout.batches
+            batches += single.layout.batches
         layout = GroupLayout.at(fetch.layout.offsets, batches)
-        return GroupResult(BatchGroup(fetch.plan, layout, slot), errors)
+        return BatchGroup(fetch.plan, layout, slot, errors)
 
     def _next_use(self, block_bytes: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """After how many samples from now each block is read again; see `Reads.next_use`."""

@@ -310,13 +310,12 @@ class Session:
         resources: DaemonResources,
         in_use: Iterable[InUse] = (),
     ) -> None:
-        """Check the request, and join its peers; or take memory and join a shared stream.
+        """Join its peers; or take memory and join a shared stream.
 
         Raises:
-            InvalidRequest, CursorRejected: the request makes no sense or does not fit its dataset.
+            InvalidRequest: the cursor stands behind the end.
             Overloaded: the budget has no memory for it now.
         """
-        request.check()
         self.planner = planner
         self.session_id = secrets.token_hex(16)
         self.handle = secrets.token_hex(4)
@@ -615,20 +614,13 @@ class Session:
         self.rank.leave(self.peer)
         # the callback refers to no session: a client may stay connected for long
         release = partial(self.rank.release_all, self.peer)
-        self._arenas.end(
-            release, holds=self._streams.are_open(self.rank.consumer, self._held_steps)
-        )
+        self._arenas.end(release, holds=self.peer.holds_shared)
         if not self.rank.peers:
             self._resources.reservations.give_back(self.request, self.rank.share)
         self._sendable.set()
 
     def _held_in(self, arena: Arena) -> Sequence[int]:
         return () if self._ended else self.peer.held_in(arena)
-
-    @property
-    def _held_steps(self) -> list[int]:
-        """The first step of each group of batches that this client holds."""
-        return [part.steps.start for _, part in self.peer.held.values()]
 
     def _count(self, group: BatchGroup) -> None:
         num_bytes = group.num_bytes

@@ -30,14 +30,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 
 from msgspec import Struct, field
 
 from gyre_daemon.access.policy import Limits
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming, BatchTimings, Fetch
-from gyre_daemon.fetching.prefetch import GroupResult, Prefetcher, Spec, SpecKey
+from gyre_daemon.fetching.prefetch import Prefetcher, Spec, SpecKey
 from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, Slot
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.share import Share
@@ -150,6 +150,12 @@ class RankPeer(Struct, eq=False):
         if part is None:
             return self.rank.streams.has_failed(self.rank.consumer)
         return isinstance(part.batches, Exception)
+
+    @property
+    def holds_shared(self) -> bool:
+        """Whether it holds batches of a stream that is still open."""
+        arenas = [part.arena for _, part in self.held.values()]
+        return any(arena and not arena.is_closed for arena in arenas)
 
     def held_in(self, arena: Arena) -> list[int]:
         """The first steps of the batches that it holds in an arena."""
@@ -435,7 +441,7 @@ class SharedStreams:
         _, steps = self.state.take(consumer, num_good or 1)
         running.was_read.set()
         self.execute()
-        return result.group.part(steps) if num_good else result.errors[step]
+        return result.part(steps) if num_good else result.errors[step]
 
     def has_failed(self, consumer: Consumer) -> bool:
         """Whether a consumer's next step failed; call it only if the consumer `is_ready`."""
@@ -446,11 +452,6 @@ class SharedStreams:
         """See `StreamState.release`."""
         self.state.release(consumer, first_step)
         self.execute()
-
-    def are_open(self, consumer: Consumer, steps: Iterable[int]) -> bool:
-        """Whether some of the batches that a consumer took at these steps are of an open stream."""
-        taken = [consumer.held[step] for step in steps if step in consumer.held]
-        return any(group.stream in self.running for _, group in taken)
 
     def num_sharing(self, consumer: Consumer) -> int:
         """How many sessions have a stream in common with a consumer's, now or later."""
@@ -520,7 +521,7 @@ class SharedStream:
         self._streams = streams
         self._spec = spec
         self._resources = resources
-        self._results: dict[Group, GroupResult] = {}
+        self._results: dict[Group, BatchGroup] = {}
         self._timings: dict[Group, BatchTiming] = {}
         self._changed = asyncio.Event()
         self._has_sealed = False
@@ -543,8 +544,8 @@ class SharedStream:
         """The job of the owner: it pays for the reads as it does for the memory."""
         return self._streams.ranks[self.stream.owner].flow
 
-    def result(self, step: int) -> GroupResult:
-        """The batches of a step in memory, or why it failed."""
+    def result(self, step: int) -> BatchGroup:
+        """The batch group in memory with this step."""
         return self._results[self.stream.groups[step]]
 
     def note_reader(self, step: int, user: str) -> None:

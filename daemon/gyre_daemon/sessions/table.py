@@ -148,7 +148,8 @@ class SessionTable:
                 Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"),
             )
         self._check_agreement(request, planner)
-        self._check_number(request)
+        num_open = sum(each.request.owner.name == owner.name for each in self)
+        resources.limits.check_sessions(owner.name, num_open)
         in_use = [each.in_use for each in self]
         session = Session(request, planner, quality, flow, resources, in_use)
         self._sessions[session.session_id] = session
@@ -277,11 +278,6 @@ class SessionTable:
                     f"rank {reader.rank} would read {_in_words(planner)}: the dataset has changed "
                     "between them. End all ranks, and resume them from one state."
                 )
-
-    def _check_number(self, request: SessionRequest) -> None:
-        owner = request.owner.name
-        num_open = sum(each.request.owner.name == owner for each in self)
-        self.resources.limits.check_sessions(owner, num_open)
 
     def _flow(self, key: JobKey) -> Flow:
         """All sessions of a user's job are one flow."""
