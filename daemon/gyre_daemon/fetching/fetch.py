@@ -207,48 +207,34 @@ class Samples(Struct, frozen=True):
     Attributes:
         sample_ids: int64 [n].
         slot: the memory that the samples go to.
-        shard: int64 [n], the number of each sample's shard.
-        start: int64 [n, F], the byte of the shard at which each stored field begins.
-        stored: int64 [n, F], the sizes of the stored fields in bytes.
+        extents: where they lie in storage.
         target: int64 [n, F], the addresses of the fields in the slot.
         reserved: int64 [n, F], the bytes reserved for each field in the slot.
-        absent: bool [n, F], which samples lack which fields; None if no field is optional.
-        schema: int64 [n], the number of the schema of each; None if there is only one.
     """
 
     sample_ids: Int64Array
     slot: Place
-    shard: Int64Array
-    start: Int64Array
-    stored: Int64Array
+    extents: Extents
     target: Int64Array
     reserved: Int64Array
-    absent: npt.NDArray[np.bool_] | None
-    schema: Int64Array | None
 
     @classmethod
-    def of(
-        cls, ids: Int64Array, all_extents: Extents, layout: GroupLayout, slot: Place, some: slice
-    ) -> "Samples":
-        """Some samples of a laid out batch group; `ids` are those of all."""
-        destinations, extents = layout.destinations[some], all_extents.part(some)
-        return cls(
-            ids[some],
-            slot,
-            extents.shard,
-            extents.start,
-            extents.size,
-            destinations[:, :, 0] + slot.address,
-            destinations[:, :, 1] - destinations[:, :, 0],
-            extents.absent,
-            extents.schema,
-        )
+    def of(cls, fetch: Fetch, slot: Place, some: slice) -> "Samples":
+        """Some samples of a laid out batch group."""
+        destinations = fetch.layout.destinations[some]
+        target = destinations[:, :, 0] + slot.address
+        reserved = destinations[:, :, 1] - destinations[:, :, 0]
+        return cls(fetch.ids[some], slot, fetch.extents.part(some), target, reserved)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
 
     def lacking(self, column: int) -> npt.NDArray[np.bool_] | None:
         """Bool [n], which samples lack a field; None if none does."""
-        if self.absent is None or not self.absent[:, column].any():
+        absent = self.extents.absent
+        if absent is None or not absent[:, column].any():
             return None
-        return self.absent[:, column]
+        return absent[:, column]
 
     def offsets(self, column: int) -> list[int]:
         """Where a field's bytes begin in the slot, for each sample."""
@@ -297,20 +283,17 @@ class StoredField(Struct, frozen=True):
 
     def misfits(self, samples: Samples, column: int) -> npt.NDArray[np.bool_]:
         """Bool [n], which samples cannot be such a field; see `Codec.misfits`."""
-        stored, reserved = samples.stored[:, column], samples.reserved[:, column]
-        if len(self.forms) == 1:
-            return self.forms[0][1].misfits(stored, reserved)
+        stored, reserved = samples.extents.size[:, column], samples.reserved[:, column]
         found = np.zeros(len(stored), np.bool_)
         for codec, some in self._by_schema(samples):
             found[some] = codec.misfits(stored[some], reserved[some])
         return found
 
     def scratch_bytes(self, samples: Samples, column: int) -> Int64Array | None:
-        """Int64 [n], see `Codec.scratch_bytes`."""
-        stored, reserved = samples.stored[:, column], samples.reserved[:, column]
-        if len(self.forms) == 1:
-            codec = self.forms[0][1]
-            return codec.scratch_bytes(stored, reserved) if codec.scratch_bytes else None
+        """Int64 [n], see `Codec.scratch_bytes`; None if none has any."""
+        if not any(codec.scratch_bytes for _, codec in self.forms):
+            return None
+        stored, reserved = samples.extents.size[:, column], samples.reserved[:, column]
         found = np.zeros(len(stored), np.int64)
         for codec, some in self._by_schema(samples):
             if codec.scratch_bytes:
@@ -320,15 +303,19 @@ class StoredField(Struct, frozen=True):
     def of_each(self, samples: Samples) -> Iterable[tuple[FieldSpec, Codec]]:
         """How each sample stores the field."""
         if len(self.forms) == 1:
-            return itertools.repeat(self.forms[0], len(samples.shard))
-        assert samples.schema is not None
-        return (self.forms[number] for number in samples.schema.tolist())
+            return itertools.repeat(self.forms[0], len(samples))
+        assert samples.extents.schema is not None
+        return (self.forms[number] for number in samples.extents.schema.tolist())
 
-    def _by_schema(self, samples: Samples) -> Iterator[tuple[Codec, Int64Array]]:
+    def _by_schema(self, samples: Samples) -> Iterator[tuple[Codec, slice | Int64Array]]:
         """The samples of each schema, and how these store the field."""
-        assert samples.schema is not None
-        for number in np.unique(samples.schema).tolist():
-            yield self.forms[number][1], np.flatnonzero(samples.schema == number)
+        if len(self.forms) == 1:
+            yield self.forms[0][1], slice(None)
+            return
+        schema = samples.extents.schema
+        assert schema is not None
+        for number in np.unique(schema).tolist():
+            yield self.forms[number][1], np.flatnonzero(schema == number)
 
 
 MAX_KEPT = 4096  # batch groups: some minutes of a busy daemon, in about 1 MiB
@@ -562,8 +549,9 @@ class Fetcher:
     def corrupt(self, samples: Samples, sample: int, column: int, reason: str) -> CorruptSample:
         """The error for one field of one sample."""
         dataset, spec = self._dataset, self._specs[column]
-        sample_id, start = int(samples.sample_ids[sample]), int(samples.start[sample, column])
-        shard, offset = dataset.storage.shards[int(samples.shard[sample])].place_of(start)
+        sample_id, extents = int(samples.sample_ids[sample]), samples.extents
+        listed = dataset.storage.shards[int(extents.shard[sample])]
+        shard, offset = listed.place_of(int(extents.start[sample, column]))
         return CorruptSample(
             f"sample {sample_id} of dataset `{dataset.name}` (shard {shard}, byte {offset}) is "
             f"corrupt: field {spec.name}: {reason}",
@@ -578,7 +566,7 @@ class Fetcher:
 
     def misfit(self, samples: Samples, sample: int, column: int) -> CorruptSample:
         """The error for stored bytes that cannot be a field of this kind."""
-        num_bytes = samples.stored[sample, column]
+        num_bytes = samples.extents.size[sample, column]
         spec, _ = list(self.stored[column].of_each(samples))[sample]
         return self.corrupt(
             samples, sample, column, f"its {num_bytes} bytes cannot be read as {spec.codec}"
@@ -634,9 +622,10 @@ class _GroupReads:
             names = self._fetcher.indexed_names
             indexed = dict(zip(names, fetch.extents.indexed, strict=True))
             write_own_tensors(fetch.plan, fetch.layout, self._slot.memory, indexed)
-        samples = Samples.of(fetch.ids, fetch.extents, fetch.layout, self._slot, which)
+        samples = Samples.of(fetch, self._slot, which)
+        shard = samples.extents.shard
         pieces: list[_Columns] = []
-        everyone = np.arange(len(samples.shard))
+        everyone = np.arange(len(samples))
         scratches = [
             self._add_reads(samples, column, everyone, pieces)
             for column in range(len(self._fetcher.stored))
@@ -644,7 +633,7 @@ class _GroupReads:
         self.parts.append((samples, scratches))
         start, size, target, sample = _in_order(pieces)
         return Reads(
-            samples.shard if sample is everyone else samples.shard[sample],
+            shard if sample is everyone else shard[sample],
             start,
             size,
             target.view(np.uint64),
@@ -672,7 +661,7 @@ class _GroupReads:
     ) -> Scratch:
         """Append the reads of one field: those into scratch memory, then those into the slot."""
         field = self._fetcher.stored[column]
-        start, stored = samples.start[:, column], samples.stored[:, column]
+        start, stored = samples.extents.start[:, column], samples.extents.size[:, column]
         target = samples.target[:, column]
         misfits, lacking = field.misfits(samples, column), samples.lacking(column)
         if lacking is not None:
