@@ -209,18 +209,6 @@ class _Parts(NamedTuple):
         return _Parts(self.documents[numbers], begins, self.lengths[numbers])
 
 
-class _Packed(NamedTuple):
-    """Parts, sequence after sequence.
-
-    Attributes:
-        parts: M of them.
-        counts: int64 [P], how many each sequence has.
-    """
-
-    parts: _Parts
-    counts: Int64Array
-
-
 def pack_documents(
     num_documents: int,
     lengths_of: Callable[[Int64Array], Int64Array],
@@ -239,7 +227,8 @@ def pack_documents(
         InvalidRequest: a document is too long and the rule says `fail`, or nothing is left.
     """
     order = Permutation(_key(rule.seed), max(num_documents, 1))
-    windows: list[_Packed] = []
+    windows: list[_Parts] = []  # sequence after sequence
+    counts: list[Int64Array] = []  # the parts of each sequence
     num_empty = num_overlong = longest = 0
     for begin in range(0, num_documents, rule.window):
         documents = order(np.arange(begin, min(begin + rule.window, num_documents)))
@@ -251,20 +240,21 @@ def pack_documents(
         longest = max(longest, int(lengths.max(initial=0)))
         parts = _parts(documents, lengths, rule)
         fitted = best_fit(parts.lengths, rule.length)
-        windows.append(_Packed(parts.at(fitted.numbers), fitted.counts))
+        windows.append(parts.at(fitted.numbers))
+        counts.append(fitted.counts)
     if rule.overlong == "fail" and num_overlong:
         raise InvalidRequest(
             f"{num_overlong} of {num_documents} documents are longer than {rule.length} tokens, "
             f"the longest has {longest}. Set `overlong` in `pack` to split, truncate or drop."
         )
-    if not any(len(its.counts) for its in windows):
+    if not any(map(len, counts)):
         raise InvalidRequest("there is nothing to pack: no document keeps a token")
-    parts, counts = _joined(windows)
+    begins = [its.begins for its in windows if its.begins is not None]
     return Sequences(
-        parts.documents,
-        parts.begins,
-        parts.lengths.astype(np.int32),
-        np.concatenate(([0], np.cumsum(counts))),
+        np.concatenate([its.documents for its in windows]),
+        np.concatenate(begins) if begins else None,
+        np.concatenate([its.lengths for its in windows]).astype(np.int32),
+        np.concatenate(([0], np.cumsum(np.concatenate(counts)))),
         num_empty,
         num_overlong,
     )
@@ -284,17 +274,6 @@ def _parts(documents: Int64Array, lengths: Int64Array, rule: PackRule) -> _Parts
     else:
         kept &= lengths <= rule.length
     return _Parts(documents[kept], None, lengths[kept])
-
-
-def _joined(windows: list[_Packed]) -> _Packed:
-    """The sequences of all windows, one window behind the other."""
-    begins = [its.parts.begins for its in windows if its.parts.begins is not None]
-    parts = _Parts(
-        np.concatenate([its.parts.documents for its in windows]),
-        np.concatenate(begins) if begins else None,
-        np.concatenate([its.parts.lengths for its in windows]),
-    )
-    return _Packed(parts, np.concatenate([its.counts for its in windows]))
 
 
 def _key(seed: int) -> bytes:

@@ -120,14 +120,9 @@ class SessionRequest(Struct, frozen=True):
             InvalidRequest: a number is out of range; it is named.
         """
         check_ranks(self.order, self.reader.rank, self.reader.world_size)
-        if self.num_epochs > MAX_EPOCHS:
-            raise InvalidRequest(
-                f"num_epochs is {self.num_epochs}; at most {MAX_EPOCHS} are served"
-            )
-        if self.iteration_epochs > MAX_EPOCHS:
-            raise InvalidRequest(
-                f"iteration_epochs is {self.iteration_epochs}; at most {MAX_EPOCHS} are served"
-            )
+        for name in ("num_epochs", "iteration_epochs"):
+            if (num := getattr(self, name)) > MAX_EPOCHS:
+                raise InvalidRequest(f"{name} is {num}; at most {MAX_EPOCHS} are served")
         if self.prefetch_batches > MAX_PREFETCH_BATCHES:
             raise InvalidRequest(
                 f"prefetch_batches is {self.prefetch_batches}; at most {MAX_PREFETCH_BATCHES} "
