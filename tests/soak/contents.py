@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.mixture import planner_for
+from gyre_daemon.order.permutation import (
     BlockTable,
     blocks_of_equal_samples,
     default_io_block_bytes,
     default_window_blocks,
 )
-from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail
 
 from tests.soak.plan import Job

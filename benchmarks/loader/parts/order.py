@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.order.block_order import BlockOrder, blocks_of_equal_samples
-from gyre_daemon.order.permutation import Permutation, epoch_key
+from gyre_daemon.order.permutation import (
+    BlockOrder,
+    Permutation,
+    blocks_of_equal_samples,
+    epoch_key,
+)
 
 NUM_ROUNDS = 15
 SHARD_SAMPLES, SAMPLE_BYTES = 10**5 + 3, 2048

@@ -15,9 +15,8 @@ from gyre_daemon.datasets.formats.sample_table import column_of_all
 from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, CostRule, Float64Array, LengthsOf
-from gyre_daemon.order.block_order import BlockIndex, BlockTable
 from gyre_daemon.order.mixture import Mixture
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.permutation import BlockIndex, BlockTable, Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES, Order
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard

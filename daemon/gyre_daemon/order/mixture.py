@@ -34,8 +34,7 @@ from msgspec import Struct
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.balance import Balance, LengthsOf
-from gyre_daemon.order.block_order import BlockIndex, BlockTable
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.permutation import BlockIndex, BlockTable, Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order
 from gyre_daemon.order.steps import Phase, Placed, Stage
 

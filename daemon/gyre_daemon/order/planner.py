@@ -30,8 +30,14 @@ from gyre_protos.text import counted
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, BucketedOrder, BucketRule, LengthsOf
-from gyre_daemon.order.block_order import BlockOrder, BlockTable
-from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation, epoch_key
+from gyre_daemon.order.permutation import (
+    KEY_BYTES,
+    BlockOrder,
+    BlockTable,
+    Int64Array,
+    Permutation,
+    epoch_key,
+)
 from gyre_daemon.order.steps import (
     BatchPlan,
     EpochOrder,

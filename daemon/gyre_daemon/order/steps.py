@@ -23,8 +23,7 @@ from gyre_protos.text import counted
 from msgspec import Struct
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.block_order import BlockOrder, BlockTable
-from gyre_daemon.order.permutation import MAX_SAMPLES, Int64Array
+from gyre_daemon.order.permutation import MAX_SAMPLES, BlockOrder, BlockTable, Int64Array
 
 # Stages that a cursor has room for, in the 4 KiB that clients keep of one.
 MAX_STAGES = 100

@@ -12,12 +12,12 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import DEFAULT_WINDOW_BATCHES, BucketRule, CostRule
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.cursor import decode_cursor
+from gyre_daemon.order.permutation import (
     default_io_block_bytes,
     default_window_blocks,
     window_of_chunks,
 )
-from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.order.steps import MAX_SKIPPED, SkippedSteps, Stage, are_skipped, is_growth
 from gyre_daemon.sessions.session_request import MAX_EPOCHS, Reader

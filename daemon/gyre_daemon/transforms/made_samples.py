@@ -25,13 +25,13 @@ from gyre_daemon.datasets.formats import (
 )
 from gyre_daemon.datasets.formats.sample_table import column_of_all, located_bounds
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.permutation import (
     BlockTable,
+    Int64Array,
     blocks_of_equal_samples,
     blocks_that_begin_at,
     kept_tables,
 )
-from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard

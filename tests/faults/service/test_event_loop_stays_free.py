@@ -214,7 +214,7 @@ class Index:
     fields = ()
 
     def blocks(self, io_block_bytes: int) -> object:
-        from gyre_daemon.order.block_order import blocks_of_equal_samples
+        from gyre_daemon.order.permutation import blocks_of_equal_samples
 
         return blocks_of_equal_samples(np.array([self.num_samples]), 16, io_block_bytes)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import scipy
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.permutation import (
     BlockOrder,
     BlockTable,
     blocks_of_equal_samples,

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.block_order import BlockTable, blocks_of_equal_samples
+from gyre_daemon.order.permutation import BlockTable, blocks_of_equal_samples
 from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, stages_of
 from gyre_daemon.order.steps import NEVER, Stage
 from hypothesis import given

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gyre_daemon.errors import CursorRejected
-from gyre_daemon.order.block_order import BlockTable, blocks_of_equal_samples
 from gyre_daemon.order.cursor import Cursor, check_cursor, decode_cursor
+from gyre_daemon.order.permutation import BlockTable, blocks_of_equal_samples
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.steps import NEVER
 from hypothesis import given

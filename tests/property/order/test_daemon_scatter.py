@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import scipy
-from gyre_daemon.order.block_order import SCATTER_KEY_BYTES, Scatter
+from gyre_daemon.order.permutation import SCATTER_KEY_BYTES, Scatter
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from gyre_daemon.order.block_order import BlockTable, blocks_of_equal_samples
+from gyre_daemon.order.permutation import BlockTable, blocks_of_equal_samples
 from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail
 from hypothesis import assume, given
 from hypothesis import strategies as st

@@ -7,8 +7,8 @@ import pytest
 from gyre_daemon.datasets.cost import CostQuery, CostReport, estimate_costs
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex, chunk_arrays
-from gyre_daemon.order.block_order import window_of_chunks
 from gyre_daemon.order.mixture import planner_for
+from gyre_daemon.order.permutation import window_of_chunks
 from gyre_daemon.order.planner import Order
 from gyre_daemon.storage.shard import Shard
 

@@ -11,7 +11,7 @@ from gyre_daemon.datasets.cost import (
     in_units,
 )
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex
-from gyre_daemon.order.block_order import BlockTable, blocks_of_unequal_samples
+from gyre_daemon.order.permutation import BlockTable, blocks_of_unequal_samples
 from gyre_daemon.order.planner import Order
 from gyre_daemon.storage.shard import Shard
 

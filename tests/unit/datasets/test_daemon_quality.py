@@ -5,7 +5,7 @@ import random
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.permutation import (
     blocks_of_equal_samples,
     blocks_of_unequal_samples,
     default_io_block_bytes,

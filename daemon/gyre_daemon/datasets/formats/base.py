@@ -87,7 +87,7 @@ import numpy.typing as npt
 
 from gyre_daemon.config import parse_options
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.order.block_order import BlockTable
+from gyre_daemon.order.permutation import BlockTable
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
 
 # A batch has these tensors besides its fields, and names derived from a field's name with these

@@ -45,13 +45,13 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.formats.sample_table import json_of, located_bounds
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.permutation import (
     BlockTable,
+    Int64Array,
     blocks_of_unequal_samples,
     blocks_that_begin_at,
     kept_tables,
 )
-from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 # The most that a decoded chunk may have. It is in memory as a whole, once in the process that

@@ -48,8 +48,7 @@ from gyre_daemon.datasets.formats.schemas import (
     union_field,
 )
 from gyre_daemon.errors import ConfigError, InvalidRequest
-from gyre_daemon.order.block_order import BlockTable, blocks_that_begin_at, kept_tables
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.permutation import BlockTable, Int64Array, blocks_that_begin_at, kept_tables
 from gyre_daemon.storage.shard import Shard
 
 SOURCE = "source"

@@ -21,13 +21,13 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.permutation import (
     BlockTable,
+    Int64Array,
     blocks_of_equal_samples,
     blocks_of_unequal_samples,
     kept_tables,
 )
-from gyre_daemon.order.permutation import Int64Array
 
 # Batch sizes whose bounds are kept: a bound takes a pass over all samples, and an open session asks
 # for its own again and again.
