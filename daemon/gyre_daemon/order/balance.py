@@ -12,8 +12,6 @@ its samples; only which rank reads which of them changes. So this depends on the
 and the cursor does not know of it.
 """
 
-import hashlib
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation
+from gyre_daemon.order.permutation import Int64Array, Permutation, key_of
 from gyre_daemon.order.steps import EpochOrder, GroupPlan
 
 LengthsOf = Callable[[Int64Array], Int64Array]  # of samples, both int64 [n]
@@ -135,16 +133,12 @@ class BucketedOrder:
     def _mapped(self, places: Int64Array, direction: int) -> Int64Array:
         """From own places to those of the inner order (0), or from there (1); both int64 [n]."""
         found = places.copy()
-        for window, which in self._by_window(places):
-            begin = window * self._window
+        in_windows = np.flatnonzero(places < self._num_whole)
+        windows = places[in_windows] // self._window
+        for window in np.unique(windows).tolist():
+            which, begin = in_windows[windows == window], window * self._window
             found[which] = begin + self._sorted(window)[direction][places[which] - begin]
         return found
-
-    def _by_window(self, places: Int64Array) -> list[tuple[int, Int64Array]]:
-        """Each window with some of the places, and which of them."""
-        sorted_ones = np.flatnonzero(places < self._num_whole)
-        windows = places[sorted_ones] // self._window
-        return [(window, sorted_ones[windows == window]) for window in np.unique(windows).tolist()]
 
     def _sort(self, window: int) -> tuple[Int64Array, Int64Array]:
         """At which place of a window the inner order has each of its samples; and the inverse."""
@@ -152,7 +146,7 @@ class BucketedOrder:
         places = np.arange(begin, min(begin + self._window, self._num_whole))
         lengths = self._lengths_of(self.inner(places))
         batches = np.argsort(lengths, kind="stable").reshape(-1, self._size)
-        shuffle = Permutation(_window_key(*self._key, window), len(batches))
+        shuffle = Permutation(key_of(b"gyre.buckets", *self._key, window), len(batches))
         there = np.sort(batches[shuffle(np.arange(len(batches)))], axis=1).reshape(-1)
         back = np.empty_like(there)
         back[there] = np.arange(len(there))
@@ -167,13 +161,6 @@ def padding(lengths: Int64Array) -> float:
     """
     longest = int(lengths.max(initial=0))
     return 1 - float(lengths.mean()) / longest if longest else 0.0
-
-
-def _window_key(seed: int, epoch: int, window: int) -> bytes:
-    """The key of the order of a window's batches."""
-    return hashlib.blake2b(
-        struct.pack("<QQQ", seed, epoch, window), digest_size=KEY_BYTES, person=b"gyre.buckets"
-    ).digest()
 
 
 Float64Array = npt.NDArray[np.float64]

@@ -79,16 +79,20 @@ RoundKey = np.uint32 | npt.NDArray[np.uint32]
 _Half = npt.NDArray[np.uint32]
 
 
-def epoch_key(seed: int, epoch: int) -> bytes:
-    """The key of an epoch: a hash, so that neighbouring seeds and epochs share nothing.
+def key_of(purpose: bytes, *numbers: int) -> bytes:
+    """The key of a permutation: a hash, so that neighbouring numbers and purposes share nothing.
 
     Args:
-        seed: in `[0, 2**64)`.
-        epoch: in `[0, 2**64)`.
+        purpose: what is permuted, at most 16 bytes.
+        numbers: such as a seed and an epoch, in `[0, 2**64)`.
     """
-    return hashlib.blake2b(
-        struct.pack("<QQ", seed, epoch), digest_size=KEY_BYTES, person=b"gyre.permutation"
-    ).digest()
+    packed = struct.pack(f"<{len(numbers)}Q", *numbers)
+    return hashlib.blake2b(packed, digest_size=KEY_BYTES, person=purpose).digest()
+
+
+def epoch_key(seed: int, epoch: int) -> bytes:
+    """The key of the order of an epoch."""
+    return key_of(b"gyre.permutation", seed, epoch)
 
 
 class _Bijection(Protocol):

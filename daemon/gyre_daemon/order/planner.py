@@ -17,8 +17,6 @@ rank, every daemon and every rerun agrees, no position is left out, and no sampl
 others of one epoch.
 """
 
-import hashlib
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,12 +29,12 @@ from gyre_protos.text import counted
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, BucketedOrder, BucketRule, LengthsOf
 from gyre_daemon.order.permutation import (
-    KEY_BYTES,
     BlockOrder,
     BlockTable,
     Int64Array,
     Permutation,
     epoch_key,
+    key_of,
 )
 from gyre_daemon.order.steps import (
     BatchPlan,
@@ -144,7 +142,9 @@ class Substitutes:
         """Int64 [C], the substitute of each corrupt sample in an epoch."""
         corrupt = self._corrupt(epoch)
         num_good = self._stages.num_samples(epoch) - len(corrupt)
-        drawn = Permutation(_key(self._seed, epoch), num_good)(np.arange(len(corrupt)))
+        drawn = Permutation(key_of(b"gyre.substitutes", self._seed, epoch), num_good)(
+            np.arange(len(corrupt))
+        )
         # the g-th good sample has as many corrupt ones before it as have at most g good ones before
         num_good_before = corrupt - np.arange(len(corrupt))
         return drawn + np.searchsorted(num_good_before, drawn, side="right")
@@ -158,13 +158,6 @@ class Substitutes:
         inner = order.inner if isinstance(order, BucketedOrder) else order
         places = np.sort(inner.inverse(self._corrupt(epoch)))
         return places[places < length]
-
-
-def _key(seed: int, epoch: int) -> bytes:
-    """The key of an epoch's substitutes, which shares nothing with the key of its order."""
-    return hashlib.blake2b(
-        struct.pack("<QQ", seed, epoch), digest_size=KEY_BYTES, person=b"gyre.substitutes"
-    ).digest()
 
 
 OrderMode = Literal["full", "block", "sequential"]

@@ -9,8 +9,6 @@ the work grows with the number of different lengths and not with that of documen
 """
 
 import bisect
-import hashlib
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -20,7 +18,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation
+from gyre_daemon.order.permutation import Int64Array, Permutation, key_of
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -226,7 +224,7 @@ def pack_documents(
     Raises:
         InvalidRequest: a document is too long and the rule says `fail`, or nothing is left.
     """
-    order = Permutation(_key(rule.seed), max(num_documents, 1))
+    order = Permutation(key_of(b"gyre.packing", rule.seed), max(num_documents, 1))
     windows: list[_Parts] = []  # sequence after sequence
     counts: list[Int64Array] = []  # the parts of each sequence
     num_empty = num_overlong = longest = 0
@@ -274,9 +272,3 @@ def _parts(documents: Int64Array, lengths: Int64Array, rule: PackRule) -> _Parts
     else:
         kept &= lengths <= rule.length
     return _Parts(documents[kept], None, lengths[kept])
-
-
-def _key(seed: int) -> bytes:
-    """The key of the permutation whose windows are packed; no epoch's order shares it."""
-    packed = struct.pack("<Q", seed)
-    return hashlib.blake2b(packed, digest_size=KEY_BYTES, person=b"gyre.packing").digest()
