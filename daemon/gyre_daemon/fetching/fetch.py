@@ -632,6 +632,9 @@ class _GroupReads:
         ]
         self.parts.append((samples, scratches))
         start, size, target, sample = _in_order(pieces)
+        draws = None
+        if self._fetcher.is_drawn:  # the bytes depend on seed and epoch
+            draws = (fetch.draws or Draws.first(len(self))).part(which).part(sample)
         return Reads(
             shard if sample is everyone else shard[sample],
             start,
@@ -646,15 +649,8 @@ class _GroupReads:
             self.delays,
             self._slot.arena,
             self._claims,
-            self._draws_of(which, sample),
+            draws,
         )
-
-    def _draws_of(self, which: slice, sample: _Integers) -> Draws | None:
-        """The seed and epoch of each read, where bytes depend on them."""
-        if not self._fetcher.is_drawn:
-            return None
-        draws = self._fetch.draws or Draws.first(len(self))
-        return draws.part(which).part(sample)
 
     def _add_reads(
         self, samples: Samples, column: int, everyone: _Integers, pieces: list[_Columns]

@@ -230,7 +230,8 @@ class PortionReader:
         staged = self._layouts.make(plan.alone, plan.extents.tensor_bytes)
         outputs, made, told = self._outputs(plan, staged)
         end = pages(told.stop)
-        room = range(end, end + _room_bytes(staged.num_bytes) * plan.keeps)
+        room_bytes = max(_ROOM_FACTOR * staged.num_bytes, _MIN_ROOM_BYTES)
+        room = range(end, end + min(room_bytes, _MAX_PORTION_BYTES) * plan.keeps)
         end = pages(room.stop)
         request = ENCODER.encode(self._request(plan, staged, outputs, room))
         where = range(end, end + len(request))
@@ -411,8 +412,3 @@ def cut_by_size(num_bytes: Int64Array, max_bytes: int, max_samples: int) -> Iter
         end = max(begin + 1, min(fitting, begin + max_samples))
         yield slice(begin, end)
         begin = end
-
-
-def _room_bytes(stored_bytes: int) -> int:
-    """Room for the results of these stored bytes."""
-    return min(max(_ROOM_FACTOR * stored_bytes, _MIN_ROOM_BYTES), _MAX_PORTION_BYTES)

@@ -167,7 +167,9 @@ class Prefetcher:
         `delays` are told the time it took.
         """
         if self._is_drawn and fetch.draws is None:
-            fetch = self._drawn(fetch)
+            planner, ranks = self._spec.planner, (self._spec.rank, self._spec.world_size)
+            epochs = planner.epochs(fetch.plan.first_step, len(fetch.plan), *ranks)
+            fetch = fetch.drawn(self._spec.order.seed, epochs)
         try:
             claims = Claims(flow, fetch.plan.first_step)
             layout = await self._fetcher.fill(fetch, slot, claims, self._ahead, delays)
@@ -252,13 +254,6 @@ class Prefetcher:
             )
         fetches = self._fetcher.prepare(plans[: sizes.num_wanted], sizes.num_together)
         return fetches, plans[sizes.num_wanted :]
-
-    def _drawn(self, fetch: Fetch) -> Fetch:
-        """A batch group with the seeds of its samples' random numbers."""
-        spec, plan = self._spec, fetch.plan
-        ranks = spec.rank, spec.world_size
-        epochs = spec.planner.epochs(plan.first_step, len(plan), *ranks)
-        return fetch.drawn(spec.order.seed, epochs)
 
 
 class _Sizes(NamedTuple):

@@ -408,7 +408,12 @@ class ArenaRegistry:
         self.num_bytes += arena.num_bytes
         self._own.add(arena)
         loop = asyncio.get_running_loop()
-        arena.when_unmapped(partial(_call_in, loop, partial(self._unmapped, arena)))
+
+        def unmapped() -> None:  # in any thread
+            with contextlib.suppress(RuntimeError):  # the daemon ends
+                loop.call_soon_threadsafe(self._unmapped, arena)
+
+        arena.when_unmapped(unmapped)
 
     def map_in_copy_workers(self, arena: Arena) -> None:
         """Have copy workers map an arena before it is sealed; waits until each is idle.
@@ -473,12 +478,6 @@ class ArenaRegistry:
         self._changed.set()
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    """Call something on the event loop, from any thread, unless the daemon ends."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(act)
-
-
 # An arena has about this many bytes, and at least one batch group. If it is larger, a trainer that
 # is a little slow makes the daemon allocate more memory than it needs; if smaller, more file
 # descriptors travel to each client.
@@ -510,7 +509,8 @@ class Arenas:
             shares_with_copy_workers: whether copy workers write into the arenas.
         """
         self._share = share
-        self._piece_bytes = _whole(share.group_bytes)
+        # as many whole batch groups as fit, and at least one
+        self._piece_bytes = max(1, _PIECE_BYTES // share.group_bytes) * share.group_bytes
         self._budget = budget
         self._registry = registry
         self._workers = workers
@@ -558,7 +558,11 @@ class Arenas:
             if not self.is_complete:
                 missing_bytes = self._missing_bytes
                 is_last = missing_bytes < 2 * self._piece_bytes
-                await self._make_piece(missing_bytes if is_last else self._piece_bytes, flow)
+                self._making_bytes = missing_bytes if is_last else self._piece_bytes
+                try:
+                    await self._make(self._making_bytes, flow)
+                finally:
+                    self._making_bytes = 0
                 made()
             self._is_short.clear()
 
@@ -594,13 +598,6 @@ class Arenas:
         there = sum(arena.num_bytes for arena in self._own)
         return self._share.num_bytes - there - self._making_bytes
 
-    async def _make_piece(self, num_bytes: int, flow: Flow) -> None:
-        self._making_bytes = num_bytes
-        try:
-            await self._make(num_bytes, flow)
-        finally:
-            self._making_bytes = 0
-
     async def _make(self, num_bytes: int, flow: Flow) -> None:
         await self._registry.room(num_bytes)
         await self._budget.settle(flow.user)
@@ -629,8 +626,3 @@ class Arenas:
         for index in range(0, len(works), num_at_once):
             some = works[index : index + num_at_once]
             await asyncio.gather(*(self._workers.run(flow, 0, 0, work) for work in some))
-
-
-def _whole(group_bytes: int) -> int:
-    """The size of a piece: as many whole batch groups as fit, and at least one."""
-    return max(1, _PIECE_BYTES // group_bytes) * group_bytes

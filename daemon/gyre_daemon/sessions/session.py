@@ -345,21 +345,12 @@ class Session:
         iteration_stop = planner.iteration_stop(self.first_step, num_epochs) if num_epochs else None
         rank = joinable_rank(request, planner, flow, resources)
         if rank is None:
-            share = resources.reservations.take(request, in_use)
-            self._streams = resources.streams_of(_spec(request, planner))
-            consumer = Consumer(self.first_step, self.num_steps, share)
-            consumer.read_until = iteration_stop
-            may_have_peers = request.reader.peer is not None
-            rank = DataRank(
-                self._streams,
-                consumer,
-                flow,
-                request.reader.fence,
-                may_have_peers=may_have_peers,
-            )
-        else:
-            self._streams = resources.streams[_spec(request, planner).key]
-        self.rank, self._granted = rank, rank.share
+            share, reader = resources.reservations.take(request, in_use), request.reader
+            streams = resources.streams_of(_spec(request, planner))
+            consumer = Consumer(self.first_step, self.num_steps, share, iteration_stop)
+            has_peers = reader.peer is not None
+            rank = DataRank(streams, consumer, flow, reader.fence, may_have_peers=has_peers)
+        self.rank, self._streams, self._granted = rank, rank.streams, rank.share
         self.peer = rank.join(request.reader.peer, self.first_step, self._sendable.set, self.end)
         self.read_until(iteration_stop)
         if len(rank.peers) == 1:

@@ -245,7 +245,11 @@ class DataRank:
 
         Call it only if the peer `is_ready`. They stay in memory until they are released together.
         """
-        part = self._parts.get(peer.next_step) or self._next_part(max_batches)
+        part = self._parts.get(peer.next_step)
+        if part is None:
+            batches = self.streams.take(self.consumer, max_batches)
+            part = _Part(range(peer.next_step, self.consumer.next_step), batches, len(self.peers))
+            self._parts.update(dict.fromkeys(part.steps, part))
         stop = min(part.steps.stop, peer.next_step + max_batches)
         steps = range(peer.next_step, stop)
         peer.next_step = stop
@@ -329,13 +333,6 @@ class DataRank:
             step = part.steps.stop
             yield part
 
-    def _next_part(self, max_batches: int) -> _Part:
-        begin = self.consumer.next_step
-        batches = self.streams.take(self.consumer, max_batches)
-        part = _Part(range(begin, self.consumer.next_step), batches, len(self.peers))
-        self._parts.update(dict.fromkeys(part.steps, part))
-        return part
-
     def _settle(self, part: _Part) -> None:
         """Drop or retain a part no longer needed; lease the arena of one still to be sent."""
         if part.num_waiting:
@@ -348,9 +345,6 @@ class DataRank:
         part.lease(is_wanted=True)
         self._retained.append(part)
         self._retained.sort(key=lambda each: each.steps.start)
-        self._drop_excess()
-
-    def _drop_excess(self) -> None:
         num_over = sum(len(each.steps) for each in self._retained) - self.num_retained
         while num_over > 0:
             oldest = self._retained.pop(0)

@@ -299,11 +299,6 @@ class _CopyWorker(_Mapper):
         self.unneeded_arenas: deque[int] = deque()
         self._files: set[int] = set()
 
-    def unmap_unneeded(self) -> None:
-        """Unmap the arenas that were closed while it was busy."""
-        while self.unneeded_arenas:
-            self.unmap(self.unneeded_arenas.popleft())
-
     def copy(self, arena: int, files: Iterable[File], ranges: Ranges) -> Message:
         """Copy ranges of these files into an arena."""
         connection = self.process.connection
@@ -424,7 +419,8 @@ class CopyWorkers:
             return None
         try:
             reply = worker.copy(arena, files, ranges)
-            worker.unmap_unneeded()
+            while worker.unneeded_arenas:
+                worker.unmap(worker.unneeded_arenas.popleft())
         except OSError as error:
             self._discard(worker, error)
             return None

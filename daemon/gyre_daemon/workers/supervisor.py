@@ -469,7 +469,8 @@ class ForkServer(Process):
         self.hang_up()
         self._await_end()
         super().close()
-        _reap(self.pid)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
 
 
 def _set_deadline(connection: socket.socket, seconds: int) -> None:
@@ -477,12 +478,6 @@ def _set_deadline(connection: socket.socket, seconds: int) -> None:
     deadline = struct.pack("@ll", seconds, 0)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, deadline)
-
-
-def _reap(pid: int) -> None:
-    """Leave no zombie of a child that has ended."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
 
 
 _CLONE_FILES = 0x400
