@@ -21,6 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -238,6 +239,10 @@ class _Part(Struct, frozen=True):
 _Parts = Sequence[tuple[_Part, Arrays]]
 
 
+# Gets what is measured, or awaited, by calls of a context.
+BEGUN: ContextVar[asyncio.Queue[Measuring | None] | None] = ContextVar("BEGUN", default=None)
+
+
 class Measurer:
     """Finds columns and lengths; all jobs that want one wait for the same work.
 
@@ -266,18 +271,11 @@ class Measurer:
                 different texts.
             GyreError: a shard cannot be read.
         """
-        key, reading = self._reading(dataset, name)
+        key = id(dataset.storage), dataset.fingerprint, name
+        reading = self._begun(key, partial(_StoredField, dataset, name, self.threads), name=name)
         column: Column = await reading.result()
         self._works.forget(key, reading)
         return column
-
-    def reading(self, dataset: Dataset, name: str) -> AsyncIterator[Measuring]:
-        """The state of the reading, whenever it has moved. The values are kept for `read`.
-
-        Raises:
-            GyreError: as `read`.
-        """
-        return self._reading(dataset, name)[1].states()
 
     async def measured(
         self, dataset: TransformedDataset, config: DatasetConfig
@@ -299,14 +297,14 @@ class Measurer:
         return with_measured(dataset, config, found)
 
     def progress(
-        self, dataset: TransformedDataset, config: DatasetConfig, shards: range | None = None
+        self, dataset: TransformedDataset, config: DatasetConfig, shards: range
     ) -> AsyncIterator[Measuring]:
-        """The state of the measuring, whenever it has moved; at last its task is done.
+        """The state of the measuring of some shards, whenever it has moved; at last it is over.
 
         Args:
             dataset: to be measured.
             config: of the dataset.
-            shards: measure these alone; None for all.
+            shards: measure these alone.
 
         Raises:
             GyreError: as `measured`.
@@ -321,11 +319,6 @@ class Measurer:
     def close(self) -> None:
         """Stop all work; shards that are done stay so."""
         self._works.close()
-
-    def _reading(self, dataset: Dataset, name: str) -> tuple[_Key, Measuring]:
-        key = id(dataset.storage), dataset.fingerprint, name
-        begin = partial(_StoredField, dataset, name, self.threads)
-        return key, self._begun(key, begin, name=name)
 
     def _measuring(
         self, dataset: TransformedDataset, config: DatasetConfig, shards: range | None
@@ -352,7 +345,10 @@ class Measurer:
             work.begin(self._find(source, work, shards), partial(self._ended, key, work))
             return work
 
-        return self._works.begun(key, begin)
+        work = self._works.begun(key, begin)
+        if found := BEGUN.get():
+            found.put_nowait(work)
+        return work
 
     def _ended(self, key: _Key, work: Measuring) -> None:
         """One that failed is tried again by the next that asks."""

@@ -4,7 +4,15 @@ Transforms come first, then measured lengths, filters on columns or lengths, and
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +27,7 @@ from gyre_daemon.datasets.filters import Asked, apply_late, asked_of
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
 from gyre_daemon.fetching.columns import (
+    BEGUN,
     Measured,
     Measurer,
     Measuring,
@@ -135,16 +144,10 @@ class DatasetOpener:
         self, config: DatasetConfig, documents: Dataset
     ) -> TransformedDataset:
         """A dataset without the filter of its definition, with its transforms, measured."""
-        dataset = await self._documents_to_filter(config, documents)
-        return await self._measurer.measured(dataset, config)
-
-    async def _documents_to_filter(
-        self, config: DatasetConfig, documents: Dataset
-    ) -> TransformedDataset:
         tables = [each for each in config.transforms if each["name"] != CACHE]
         dataset = await self._fastest(config, documents, tables, by_client=False)
         assert isinstance(dataset, TransformedDataset)
-        return dataset
+        return await self._measurer.measured(dataset, config)
 
     async def _measured(
         self, dataset: Dataset, config: DatasetConfig, *, needs_lengths: bool = True
@@ -167,77 +170,67 @@ class DatasetOpener:
             return await self._measurer.measured(dataset, config)
         return with_measured(dataset, config, Measured(lengths, []))
 
-    async def reading(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
-        """Read the columns that the filter of a dataset compares; they wait for it in memory.
-
-        Nothing is yielded where it compares none that the index does not know.
-
-        Raises:
-            GyreError: as `LateFilters.of`.
-        """
-        stored = await self._catalog.stored(name, config)
-        async for reading in self._late.reading(config, stored):
-            yield reading
-
-    async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
-        """Measure the samples of a dataset under the transforms of its definition.
-
-        Nothing is yielded where these need no measuring.
-
-        Raises:
-            GyreError: as `open_dataset`.
-        """
-        if not config.transforms:
-            return
-        stored = await self._catalog.stored(name, config)
-        if asked_of(config.filter, stored.fields).lengths:  # the filter waits for them
-            filtered = await self._documents_to_filter(config, stored)
-            async for measuring in self._progress(filtered, config):
-                yield measuring
-            return
-        documents = await self._catalog.open(name, replace(config, pack=None))
-        before = await self._transforms.before_cache(documents, config.transforms)
-        if before and _must_be_ready(*before):
-            prefix = await self._engines.fastest(before[0])
-            async for measuring in self._progress(prefix, config):
-                yield measuring
-        dataset = await self._fastest(config, documents, config.transforms, by_client=False)
-        if isinstance(dataset, TransformedDataset):
-            async for measuring in self._progress(dataset, config):
-                yield measuring
-
-    async def measuring_some(
+    async def finding(
         self,
         name: str,
         config: DatasetConfig,
         declared: Sequence[Mapping[str, Any]] | None,
-        shards: range | None,
-    ) -> AsyncIterator[Measuring]:
-        """Measure samples under given transforms, or those of some shards.
+    ) -> AsyncGenerator[Measuring, None]:
+        """Open a dataset, not packed, and yield the states of columns and lengths that it needs.
 
         Args:
             name: of the dataset.
             config: its definition.
             declared: the transforms of a client; None for those of the definition.
-            shards: measure these alone; None for all.
 
         Raises:
-            GyreError: as `open_dataset`.
+            GyreError: as `made`.
+        """
+        tables = config.transforms if declared is None else declared
+        if not tables and not config.filter:
+            return
+        found: asyncio.Queue[Measuring | None] = asyncio.Queue()
+
+        async def find() -> None:
+            BEGUN.set(found)
+            try:
+                documents = replace(config, pack=None)
+                await self.made(name, documents, tables, by_client=declared is not None)
+            finally:
+                found.put_nowait(None)
+
+        finding = asyncio.create_task(find())
+        try:
+            while measuring := await found.get():
+                async for each in measuring.states():
+                    yield each
+            await finding
+        finally:
+            finding.cancel()
+            await asyncio.gather(finding, return_exceptions=True)
+
+    async def measuring(
+        self,
+        name: str,
+        config: DatasetConfig,
+        declared: Sequence[Mapping[str, Any]] | None,
+        shards: range,
+    ) -> AsyncIterator[Measuring]:
+        """Measure the samples of some shards.
+
+        Args:
+            name: of the dataset.
+            config: its definition.
+            declared: the transforms of a client; None for those of the definition.
+            shards: measure these alone.
+
+        Raises:
+            GyreError: as `made`.
         """
         tables = config.transforms if declared is None else declared
         documents = replace(config, pack=None)
         dataset = await self.unmeasured(name, documents, tables, by_client=declared is not None)
-        if isinstance(dataset, TransformedDataset):
-            async for measuring in self._progress(dataset, config, shards):
-                yield measuring
-
-    async def _progress(
-        self,
-        dataset: TransformedDataset,
-        config: DatasetConfig,
-        shards: range | None = None,
-    ) -> AsyncIterator[Measuring]:
-        if is_measured(dataset, config):
+        if isinstance(dataset, TransformedDataset) and is_measured(dataset, config):
             async for measuring in self._measurer.progress(dataset, config, shards):
                 yield measuring
 
@@ -280,17 +273,10 @@ class DatasetOpener:
     ) -> TransformedDataset:
         """Results of the transforms before `cache`, by their engine, measured; see `Ready`."""
         prefix = await self._engines.fastest(prefix)
-        if _must_be_ready(prefix, is_last):
+        # records of one size are tried by the transforms behind them, if there are any
+        if is_last or prefix.made_ragged:
             return await self._measured_chain(prefix, config)
         return prefix
-
-
-def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
-    """Whether the steps before `cache` are measured by themselves.
-
-    Records of one size are tried by the transforms behind them, if there are any.
-    """
-    return is_last or bool(prefix.made_ragged)
 
 
 class _Filtered(Struct, frozen=True):
@@ -343,16 +329,6 @@ class LateFilters:
                 found = await self._filter(asked, config, dataset)
                 self._filtered.keep(found, name, dataset, rules)
             return found.left
-
-    async def reading(self, config: DatasetConfig, dataset: Dataset) -> AsyncIterator[Measuring]:
-        """Reads the columns that a filter compares, and says how far that is; `of` takes them.
-
-        Raises:
-            GyreError: as `of`.
-        """
-        for name in _asked(config, dataset).columns:
-            async for each in self._columns.reading(dataset, name):
-                yield each
 
     def lengths_of(self, dataset: TransformedDataset) -> Lengths | None:
         """Known lengths of a filtered dataset's samples under its transforms."""

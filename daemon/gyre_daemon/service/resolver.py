@@ -287,7 +287,7 @@ class IndexService:
 
         Raises:
             Overloaded: see `LongCalls.one`.
-            GyreError: as `SessionOpener.resolve_stored`, `Catalog.index`, `SessionOpener.reading`
+            GyreError: as `SessionOpener.resolve_stored`, `Catalog.index`, `SessionOpener.finding`
                 and `SessionOpener.measuring`.
         """
         name, config = self._opener.resolve_stored(request.dataset, caller)
@@ -311,21 +311,12 @@ class IndexService:
         tables = None if declared is None else requests.to_transforms(declared)
         if chosen is not None:
             if request.measure:
-                async for measuring in self._opener.measuring_some(name, config, tables, chosen):
+                async for measuring in self._opener.measuring(name, config, tables, chosen):
                     yield _from_measuring(measuring)
             return
-        was_read = False
-        async for reading in self._opener.reading(name, config):
-            was_read = True
-            yield _from_reading(reading)
-        if tables is None:
-            all_measured = self._opener.measuring(name, config)
-        else:
-            all_measured = self._opener.measuring_some(name, config, tables, None)
-        async for measuring in all_measured:
-            yield _from_measuring(measuring)
-        if was_read:  # the filter takes the columns, so that nobody keeps them
-            await self._catalog.open(name, replace(config, pack=None))
+        async with contextlib.aclosing(self._opener.finding(name, config, tables)) as finding:
+            async for each in finding:
+                yield _from_reading(each) if each.name else _from_measuring(each)
 
 
 def _from_progress(progress: IndexProgress) -> pb.IndexProgress:

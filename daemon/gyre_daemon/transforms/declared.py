@@ -422,21 +422,6 @@ class Transforms:
         made = replace(made, transforms=fingerprint, transform_names=names)
         return made if made.made_ragged else made.sized_fully()
 
-    async def before_cache(
-        self, dataset: Dataset, declared: Sequence[Mapping[str, Any]]
-    ) -> tuple[TransformedDataset, bool] | None:
-        """The dataset that `apply` hands to `ready`, of an operator's transforms; None without one.
-
-        Raises:
-            GyreError: as `apply`.
-        """
-        steps = self._steps(declared, by_client=False)
-        place = cut(steps, (await self._described(dataset, steps)).random, dataset.drawing)
-        if place < 0:
-            return None
-        prefix = await self._prefix(dataset, steps[:place], declared[:place], 0)
-        return prefix, place + 1 == len(steps)
-
     def _steps(self, declared: Sequence[Mapping[str, Any]], *, by_client: bool) -> list[Step]:
         allow_modules = self._allow_modules
         allow_files = allow_modules or not by_client
