@@ -291,7 +291,7 @@ class Measurer:
                 `max_corrupt` allows; names the first.
             GyreError: a shard cannot be read, or no process can be started.
         """
-        if not is_measured(dataset, config):
+        if not must_be_measured(dataset, config):
             return dataset
         found: Measured = await self._measuring(dataset, config, None).result()
         return with_measured(dataset, config, found)
@@ -671,7 +671,7 @@ class _MadeLengths:
 _Source = _StoredField | _MadeLengths
 
 
-def is_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool:
+def must_be_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool:
     """Whether each sample of a dataset is transformed once before it is served."""
     return bool(dataset.made_ragged) or config.on_corrupt == "replace"
 

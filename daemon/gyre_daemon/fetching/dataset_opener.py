@@ -31,7 +31,7 @@ from gyre_daemon.fetching.columns import (
     Measured,
     Measurer,
     Measuring,
-    is_measured,
+    must_be_measured,
     with_measured,
 )
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
@@ -86,6 +86,7 @@ class DatasetOpener:
         *,
         by_client: bool,
         needs_lengths: bool = True,
+        is_measured: bool = True,
     ) -> Dataset:
         """An open dataset: its samples transformed, measured where they differ in length, packed.
 
@@ -95,6 +96,7 @@ class DatasetOpener:
             tables: the transforms; the samples are as they are stored if there are none.
             by_client: whether a client declared them.
             needs_lengths: whether limits of the lengths do not suffice. Packing needs lengths, too.
+            is_measured: whether lengths, or their limits, must be known.
 
         Raises:
             GyreError: as `Catalog.open`, `Transforms.apply` and `Measurer.measured`.
@@ -103,6 +105,8 @@ class DatasetOpener:
             return await self._catalog.open(name, config)
         dataset = await self._transformed(name, config, tables, by_client=by_client)
         pack = config.pack
+        if not pack and not is_measured:
+            return dataset
         made = [spec.name for spec in dataset.fields[: dataset.num_made] if spec.ragged]
         if pack and pack.field not in made:
             there = ", ".join(made) or "none"
@@ -114,19 +118,6 @@ class DatasetOpener:
         needs_lengths = needs_lengths or bool(pack) or config.on_corrupt == "replace"
         dataset = await self._measured(dataset, config, needs_lengths=needs_lengths)
         return await self._catalog.packed(dataset, pack) if pack else dataset
-
-    async def unmeasured(
-        self,
-        name: str,
-        config: DatasetConfig,
-        tables: Sequence[Mapping[str, Any]],
-        *,
-        by_client: bool,
-    ) -> Dataset:
-        """See `made`; samples are not measured but to pack them, or to keep them (`cache`)."""
-        if not tables or config.pack:
-            return await self.made(name, config, tables, by_client=by_client)
-        return await self._transformed(name, config, tables, by_client=by_client)
 
     async def _open_source(self, name: str, config: DatasetConfig) -> Dataset:
         """An open source of a mixture, as its own transforms make it.
@@ -229,8 +220,9 @@ class DatasetOpener:
         """
         tables = config.transforms if declared is None else declared
         documents = replace(config, pack=None)
-        dataset = await self.unmeasured(name, documents, tables, by_client=declared is not None)
-        if isinstance(dataset, TransformedDataset) and is_measured(dataset, config):
+        by_client = declared is not None
+        dataset = await self.made(name, documents, tables, by_client=by_client, is_measured=False)
+        if isinstance(dataset, TransformedDataset) and must_be_measured(dataset, config):
             async for measuring in self._measurer.progress(dataset, config, shards):
                 yield measuring
 

@@ -117,7 +117,7 @@ class SessionOpener(DatasetOpener):
         needs_lengths: bool = True,
         is_measured: bool = True,
     ) -> Dataset:
-        """See `made`, or `unmeasured`.
+        """See `made`.
 
         Args:
             name: from `resolve`.
@@ -125,7 +125,7 @@ class SessionOpener(DatasetOpener):
             declared: the client's transforms; None for those of the dataset's definition.
             caller: who declares them.
             needs_lengths: see `made`.
-            is_measured: whether lengths, or their limits, must be known.
+            is_measured: see `made`.
 
         Raises:
             Overloaded: the caller declares too many different ones; or as `made`.
@@ -135,11 +135,13 @@ class SessionOpener(DatasetOpener):
             chain = name.encode() + b"\0" + declared.SerializeToString(deterministic=True)
             self._sessions.resources.limits.count_chain(caller.name, chain)
         tables = config.transforms if declared is None else requests.to_transforms(declared)
-        by_client = declared is not None
-        if not is_measured:
-            return await self.unmeasured(name, config, tables, by_client=by_client)
         return await self.made(
-            name, config, tables, by_client=by_client, needs_lengths=needs_lengths
+            name,
+            config,
+            tables,
+            by_client=declared is not None,
+            needs_lengths=needs_lengths,
+            is_measured=is_measured,
         )
 
     async def compute(self, caller: Principal, work: Callable[[], Result]) -> Result:

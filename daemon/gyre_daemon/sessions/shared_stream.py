@@ -46,7 +46,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.sessions import stream_state
 from gyre_daemon.sessions.session_request import Reservations
-from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState
+from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState, latest
 from gyre_daemon.storage.base import Delays
 
 
@@ -287,9 +287,7 @@ class DataRank:
     def read_until(self, peer: RankPeer, step: int | None) -> None:
         """Note until where a peer wants batches to be read; the peer that wants most decides."""
         peer.read_until = step
-        bounds = [each.read_until for each in self.peers]
-        known = [bound for bound in bounds if bound is not None]
-        self.streams.read_until(self.consumer, max(known) if len(known) == len(bounds) else None)
+        self.streams.read_until(self.consumer, latest([each.read_until for each in self.peers]))
 
     def held_up_by(self, peer: RankPeer) -> RankPeer | None:
         """The peer that another one waits for, because its unsent batches fill the memory."""

@@ -51,7 +51,7 @@ still takes, how much may be fetched ahead, and which consumer is the slowest.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct, field
 
@@ -61,6 +61,12 @@ from gyre_daemon.memory.share import Share
 # speeds differ by a few percent part, and everything is read twice from then on; if it is larger,
 # a slower job holds up the others for longer.
 TOLERATED = 0.05
+
+
+def latest(bounds: Sequence[int | None]) -> int | None:
+    """The last of some steps, where None is no bound; None without any."""
+    known = [bound for bound in bounds if bound is not None]
+    return max(known) if len(known) == len(bounds) > 0 else None
 
 
 class Group(Struct, eq=False):
@@ -271,17 +277,13 @@ class Stream(Struct, eq=False):
     @property
     def read_until(self) -> int | None:
         """The step after the last that a consumer wants for now; None if one wants all."""
-        bounds = [bound for bound in self.bounds if bound is not None]
-        until = max(bounds) if len(bounds) == len(self.bounds) > 0 else None
-        end = self.end_step
+        until, end = latest(self.bounds), self.end_step
         return until if end is None else end if until is None else min(until, end)
 
     @property
     def end_step(self) -> int | None:
         """The step after the last that a consumer wants; None if one reads without end."""
-        stops = [segment.stop for segment in self.segments]
-        ends = [stop for stop in stops if stop is not None]
-        return max(ends) if len(ends) == len(stops) > 0 else None
+        return latest([segment.stop for segment in self.segments])
 
     def has(self, step: int) -> bool:
         """Whether a consumer can begin at this step: it is here with all that follow, or next."""
