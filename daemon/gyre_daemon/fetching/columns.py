@@ -239,7 +239,7 @@ class _Part(Struct, frozen=True):
 _Parts = Sequence[tuple[_Part, Arrays]]
 
 
-# Gets what is measured, or awaited, by calls of a context.
+# Gets each `Measuring` that calls of a context begin or wait for.
 BEGUN: ContextVar[asyncio.Queue[Measuring | None] | None] = ContextVar("BEGUN", default=None)
 
 

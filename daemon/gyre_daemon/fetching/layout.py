@@ -340,7 +340,7 @@ def _make_layout(sizes: Int64Array, fields: Sequence[FieldSpec], *, pads: bool) 
     return places.finished(destinations)
 
 
-# What the daemon keeps of each part of a document, beside the batch: its number, its place and
+# Metadata of each part of a document, next to the batch: its number, its place and
 # where it goes.
 _PART_METADATA_BYTES, _BATCH_METADATA_BYTES = 96, 8192
 

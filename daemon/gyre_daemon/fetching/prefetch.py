@@ -45,7 +45,7 @@ _PLANNED_POSITIONS = 1 << 13
 # Epochs that are planned at once where a batch goes through a large part of one. Each takes up to
 # half a millisecond; with more, a job on a tiny dataset would plan for seconds before it reads.
 _PLANNED_EPOCHS = 4
-# What costs more positions than this is planned in a thread: it may take longer than 4 ms. Smaller
+# A plan that costs more positions than this is made in a thread: it may take over 4 ms. Smaller
 # plans are made at once, since a thread may have to wait for its turn behind reads.
 _MAX_COST_ON_LOOP = 1 << 16
 # Blocks that are announced ahead. More would push blocks out of the cache that are still needed.
@@ -79,7 +79,7 @@ class Spec(Struct, frozen=True):
 
     @property
     def key(self) -> SpecKey:
-        """What must be equal for streams to be shared; a dataset that was opened again differs."""
+        """Equal for streams that are shared; a dataset that was opened again differs."""
         dataset, ranks = self.dataset, (self.rank, self.world_size)
         data = id(dataset.storage), dataset.fingerprint, dataset.transforms
         planned = self.planner.stages.all, self.planner.phases
@@ -124,17 +124,6 @@ class Prefetcher:
         )
         cache = spec.dataset.storage.block_cache
         self._announcer = _Announcer(spec, cache) if blockwise and cache else None
-
-    @property
-    def in_groups(self) -> bool:
-        """Whether several batches are laid out together, if the share says so."""
-        return self._in_groups
-
-    @in_groups.setter
-    def in_groups(self, value: bool) -> None:
-        if value != self._in_groups and self._fetches and self.share.num_together > 1:
-            self.rewind(self._next_to_begin)
-        self._in_groups = value
 
     def next_fetch(self, max_steps: int) -> Fetch:
         """The next batch group of those that were prepared; the same again until it is `begun`.
@@ -195,12 +184,17 @@ class Prefetcher:
         uses = planner.next_use_of_blocks(table, blocks, position)
         return np.where(uses == NEVER, NEVER, uses - position)
 
-    async def prepare(self, end_step: int | None) -> None:
+    async def prepare(self, end_step: int | None, *, in_groups: bool) -> None:
         """Lay out the next batch groups, unless some are left; in a thread where that takes long.
 
         Args:
             end_step: the first step that nobody wants; None for no end.
+            in_groups: whether several batches are laid out together, if the share says so.
         """
+        if in_groups != self._in_groups:
+            self._in_groups = in_groups
+            if self._fetches and self.share.num_together > 1:
+                self.rewind(self._next_to_begin)
         while not self._fetches:
             sizes, plans, num_rewinds = self._sizes(end_step), self._plans, self._num_rewinds
             cost = self._spec.planner.cost_of(sizes.num_planned, self._spec.world_size)
@@ -224,7 +218,7 @@ class Prefetcher:
         """
         num_together = self.share.num_together if self._in_groups else 1
         most = max(_MAX_PREPARED, num_together)
-        # blocks are announced behind what is laid out, which must not lag behind the window
+        # blocks are announced behind the laid out steps, which must not lag behind the window
         num_prepared = (
             min(self.share.window_batches, most) if self._announcer else self._num_prepared
         )

@@ -83,7 +83,7 @@ def key_of(purpose: bytes, *numbers: int) -> bytes:
     """The key of a permutation: a hash, so that neighbouring numbers and purposes share nothing.
 
     Args:
-        purpose: what is permuted, at most 16 bytes.
+        purpose: at most 16 bytes.
         numbers: such as a seed and an epoch, in `[0, 2**64)`.
     """
     packed = struct.pack(f"<{len(numbers)}Q", *numbers)

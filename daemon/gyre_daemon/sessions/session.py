@@ -169,10 +169,9 @@ class ClientArenas:
         self._on_gone: Callable[[], None] = lambda: None
         self._numbers: dict[Arena, int] = {}
         self._num_shown = 0
-        self._leaving: dict[int, Arena] = {}  # until the client has unmapped them
+        # until the client has unmapped them and moved out the batches with these first steps
+        self._leaving: dict[int, tuple[Arena, Sequence[int]]] = {}
         self._left: list[int] = []  # the client is not yet told to unmap them
-        # first steps of the batches that the client has moved out of an arena once it is unmapped
-        self._moved: dict[int, Sequence[int]] = {}
 
     @property
     def are_shared(self) -> bool:
@@ -216,9 +215,9 @@ class ClientArenas:
         """Note that the client has unmapped these; the first steps that it no longer holds."""
         steps: list[int] = []
         for number in numbers:
-            if arena := self._leaving.pop(number, None):
-                arena.remove_client(self._arena_left)
-            steps += self._moved.pop(number, ())
+            if left := self._leaving.pop(number, None):
+                left[0].remove_client(self._arena_left)
+                steps += left[1]
         return steps
 
     def end(self, release: Callable[[], None], *, holds: bool) -> None:
@@ -248,8 +247,7 @@ class ClientArenas:
         """Ask the client to unmap an arena; if it is shown again later, it gets another number."""
         number = self._numbers.pop(arena, None)
         if number is not None:
-            self._leaving[number] = arena
-            self._moved[number] = self._held_in(arena)
+            self._leaving[number] = arena, self._held_in(arena)
             self._left.append(number)
             self._on_news()
 
@@ -258,7 +256,7 @@ class ClientArenas:
         self._remove()
 
     def _remove(self) -> None:
-        arenas = [*self._numbers, *self._leaving.values()]
+        arenas = [*self._numbers, *(arena for arena, _ in self._leaving.values())]
         self._numbers.clear()
         self._leaving.clear()
         for arena in arenas:

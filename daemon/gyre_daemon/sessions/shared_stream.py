@@ -592,13 +592,13 @@ class SharedStream:
         # The first batches come alone: only reading them says whether their mount is fast now. If
         # it is slow, the reads of later ones would delay them.
         in_groups = self._has_sealed and self._spec.dataset.is_read_in_groups
-        self.stream.in_groups = self._prefetcher.in_groups = in_groups
+        self.stream.in_groups = in_groups
         num_reading = len(self.slots) - len(self._results)
         most = _NUM_OF_FILES if self._has_sealed else _NUM_AT_FIRST
         if self._is_of_files and num_reading >= most:
             return None
         if self.stream.room:
-            await self._prefetcher.prepare(self.stream.read_until)
+            await self._prefetcher.prepare(self.stream.read_until, in_groups=in_groups)
         num_steps = states.next_fetch(self.stream)
         self._streams.execute()
         if not num_steps:

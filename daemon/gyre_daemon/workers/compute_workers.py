@@ -41,7 +41,7 @@ from gyre_daemon.workers.supervisor import (
 
 
 class Computation(Protocol):
-    """What the processes of one pool do; each has an instance."""
+    """The work of the processes of one pool; each has an instance."""
 
     @classmethod
     def preload(cls) -> None:
@@ -225,7 +225,7 @@ _MAX_START_S = 60.0
 
 
 class Task(Struct, frozen=True):
-    """What the processes of one pool do.
+    """The work of the processes of one pool.
 
     Attributes:
         name: of the processes, as `ps` shows it; at most 15 characters, no space.

@@ -203,7 +203,7 @@ _SIGNALS_FOR_THE_DAEMON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Work(Protocol):
-    """What the processes of one kind do.
+    """The work of the processes of one kind.
 
     Attributes:
         name: of the processes, as `ps` shows it; at most 15 characters.
