@@ -5,56 +5,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection
 
-from msgspec import Struct
-
 from gyre_daemon.errors import Overloaded
 
 _NUM_NAMED = 3  # users in an error message
 # How long a user has to unmap arenas before its sessions find no memory. A client does it within
 # milliseconds, unless its machine is busy.
 _MAX_WAIT_S = 10.0
-
-
-class Allowance(Struct, frozen=True):
-    """The bytes that a user may still reserve.
-
-    Attributes:
-        who: the user.
-        key: the limit's name in the configuration.
-        taken_bytes: its reserved bytes, abandoned memory included.
-        limit_bytes: the most that it may have now.
-        most_bytes: the most that it might have without any other user.
-    """
-
-    who: str
-    key: str
-    taken_bytes: int
-    limit_bytes: int
-    most_bytes: int
-
-    @property
-    def free_bytes(self) -> int:
-        """How many bytes it may still reserve."""
-        return self.limit_bytes - self.taken_bytes
-
-    def check(self, num_bytes: int, purpose: str) -> None:
-        """Refuse more bytes than the limit leaves.
-
-        Raises:
-            Overloaded: it may not reserve this many bytes now.
-        """
-        if num_bytes > self.free_bytes:
-            raise Overloaded(
-                f"{purpose} needs {num_bytes} bytes, but {self.who} has {self.taken_bytes} and may "
-                f"have {self.limit_bytes} now ({self.key}). Close a session, lower the batch "
-                "size, or end what is kept by clients whose sessions are over.",
-                {
-                    "needed_bytes": num_bytes,
-                    "free_bytes": max(0, self.free_bytes),
-                    "limit_bytes": self.most_bytes,
-                    "who": self.who,
-                },
-            )
 
 
 class Budget:
@@ -81,23 +37,16 @@ class Budget:
         """How many bytes can still be reserved."""
         return self.limit_bytes - self.reserved_bytes - self.abandoned_bytes
 
-    def reserve(
-        self,
-        num_bytes: int,
-        purpose: str,
-        allowance: Allowance | None = None,
-        only_user: str | None = None,
-    ) -> None:
+    def reserve(self, num_bytes: int, purpose: str, only_user: str | None = None) -> None:
         """Reserve bytes.
 
         Args:
             num_bytes: how many.
             purpose: the use of the bytes, for the error message.
-            allowance: a limit that they must be within, too.
             only_user: the one user whom the error message may name; None for all.
 
         Raises:
-            Overloaded: they are not free, or beyond a limit.
+            Overloaded: they are not free.
         """
         if num_bytes > self.free_bytes:
             raise Overloaded(
@@ -111,26 +60,7 @@ class Budget:
                     "limit_bytes": self.limit_bytes,
                 },
             )
-        if allowance:
-            allowance.check(num_bytes, purpose)
         self.reserved_bytes += num_bytes
-
-    def check(self, num_bytes: int, purpose: str) -> None:
-        """Check that the bytes could be reserved if no session had any.
-
-        Args:
-            num_bytes: how many.
-            purpose: as for `reserve`.
-
-        Raises:
-            Overloaded: they could not.
-        """
-        if num_bytes > self.limit_bytes:
-            raise Overloaded(
-                f"{purpose} needs {num_bytes} bytes, more than the daemon's memory_budget of "
-                f"{self.limit_bytes} bytes. Lower the batch size or raise memory_budget.",
-                {"needed_bytes": num_bytes, "limit_bytes": self.limit_bytes},
-            )
 
     def give_back(self, num_bytes: int) -> None:
         """Return bytes that were reserved."""

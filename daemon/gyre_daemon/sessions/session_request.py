@@ -30,7 +30,7 @@ from gyre_daemon.config import MAX_PREFETCH_BATCHES, DatasetConfig
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.indexing.catalog import Catalog
-from gyre_daemon.errors import CursorRejected, InvalidRequest
+from gyre_daemon.errors import CursorRejected, InvalidRequest, Overloaded
 from gyre_daemon.fetching.layout import (
     max_batch_bytes,
     max_metadata_bytes,
@@ -38,7 +38,7 @@ from gyre_daemon.fetching.layout import (
     max_packed_metadata_bytes,
 )
 from gyre_daemon.memory.arenas import ArenaRegistry
-from gyre_daemon.memory.budget import Allowance, Budget
+from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.share import (
     Share,
     default_window,
@@ -402,41 +402,49 @@ class Reservations:
         Raises:
             Overloaded: it could not.
         """
-        share = request.share(min(self._limit_bytes, self._budget.limit_bytes))
-        self._budget.check(share.reserved_bytes, _purpose(request, 1))
+        limit_bytes = self._budget.limit_bytes
+        num_bytes = request.share(min(self._limit_bytes, limit_bytes)).reserved_bytes
+        if num_bytes > limit_bytes:
+            raise Overloaded(
+                f"{_purpose(request, 1)} needs {num_bytes} bytes, more than the daemon's "
+                f"memory_budget of {limit_bytes} bytes. Lower the batch size or raise "
+                "memory_budget.",
+                {"needed_bytes": num_bytes, "limit_bytes": limit_bytes},
+            )
 
     def _reserve(
         self, request: SessionRequest, num_ranks: int, in_use: Iterable[InUse]
     ) -> list[Share]:
-        allowance = self._allowance(request, in_use)
-        free_bytes = self._budget.free_bytes
-        if allowance:
-            free_bytes = min(free_bytes, allowance.free_bytes)
+        user, budget = request.owner.name, self._budget
+        limits, purpose = self._limits.of_user(user), _purpose(request, num_ranks)
+        free_bytes, taken_bytes, own_limit_bytes = budget.free_bytes, 0, 0
+        if limits:
+            by_user = budget.abandoned_by.copy()
+            left = ((each.user, _bytes_of(each.left)) for each in self._by_key.values())
+            for its_user, num_bytes in chain(in_use, left):
+                by_user[its_user] += num_bytes
+            taken_bytes = by_user[user]
+            others_bytes = by_user.total() - taken_bytes
+            own_limit_bytes = int(limits.memory * (budget.limit_bytes - others_bytes))
+            free_bytes = min(free_bytes, own_limit_bytes - taken_bytes)
         part_bytes = max(0, free_bytes) // _PART_OF_FREE // num_ranks
         share = request.share(min(self._limit_bytes, part_bytes))
-        only_user = None if request.is_operator else request.owner.name
         num_bytes = num_ranks * share.reserved_bytes
-        self._budget.reserve(num_bytes, _purpose(request, num_ranks), allowance, only_user)
+        budget.reserve(num_bytes, purpose, None if request.is_operator else user)
+        if limits and taken_bytes + num_bytes > own_limit_bytes:
+            budget.give_back(num_bytes)
+            raise Overloaded(
+                f"{purpose} needs {num_bytes} bytes, but {user} has {taken_bytes} and may have "
+                f"{own_limit_bytes} now (limits.user.memory). Close a session, lower the batch "
+                "size, or end what is kept by clients whose sessions are over.",
+                {
+                    "needed_bytes": num_bytes,
+                    "free_bytes": max(0, own_limit_bytes - taken_bytes),
+                    "limit_bytes": int(limits.memory * budget.limit_bytes),
+                    "who": user,
+                },
+            )
         return [share] * num_ranks
-
-    def _allowance(self, request: SessionRequest, in_use: Iterable[InUse]) -> Allowance | None:
-        """The bytes that the user may still reserve; None without a limit."""
-        user, budget = request.owner.name, self._budget
-        limits = self._limits.of_user(user)
-        if limits is None:
-            return None
-        by_user = budget.abandoned_by.copy()
-        left = ((each.user, _bytes_of(each.left)) for each in self._by_key.values())
-        for its_user, num_bytes in chain(in_use, left):
-            by_user[its_user] += num_bytes
-        others_bytes = by_user.total() - by_user[user]
-        return Allowance(
-            user,
-            "limits.user.memory",
-            by_user[user],
-            int(limits.memory * (budget.limit_bytes - others_bytes)),
-            int(limits.memory * budget.limit_bytes),
-        )
 
 
 def _key(request: SessionRequest) -> Hashable:
