@@ -25,8 +25,7 @@ from gyre_daemon.config import DaemonConfig
 from gyre_daemon.config.schema import memory_limit_bytes
 from gyre_daemon.dataset_parts import DatasetParts, Reloader, check_folders
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.memory.arenas import ArenaRegistry
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import ArenaRegistry, Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.monitoring.http_ports import HttpPort, Probes
 from gyre_daemon.monitoring.metrics import OTHERS, Census, LoopLag, Metrics, MountGauges

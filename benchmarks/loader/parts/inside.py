@@ -23,8 +23,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import GyreError
-from gyre_daemon.memory.arenas import ArenaRegistry
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import ArenaRegistry, Budget
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.order.cursor import Cursor

@@ -37,8 +37,7 @@ from gyre_daemon.fetching.layout import (
     max_packed_bytes,
     max_packed_metadata_bytes,
 )
-from gyre_daemon.memory.arenas import ArenaRegistry
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import ArenaRegistry, Budget
 from gyre_daemon.memory.share import (
     Share,
     default_window,

@@ -38,8 +38,7 @@ from gyre_daemon.access.policy import Limits
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming, BatchTimings, Fetch
 from gyre_daemon.fetching.prefetch import Prefetcher, Spec, SpecKey
-from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, Slot
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, Budget, Slot
 from gyre_daemon.memory.share import Share
 from gyre_daemon.monitoring.metrics import Metrics, StorageShare
 from gyre_daemon.runtime.events import log_event

@@ -4,8 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gyre_daemon.memory.arenas import ArenaRegistry, Arenas, Slot
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import ArenaRegistry, Arenas, Budget, Slot
 from gyre_daemon.memory.share import share_within
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 

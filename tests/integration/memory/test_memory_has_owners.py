@@ -19,8 +19,7 @@ from gyre_client import Loader
 from gyre_client.errors import CorruptSample
 from gyre_daemon.access.policy import peer_principal
 from gyre_daemon.memory import sidechannel
-from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, FileWatch, Slot
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import Arena, ArenaRegistry, Arenas, Budget, FileWatch, Slot
 from gyre_daemon.memory.share import share_within
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor

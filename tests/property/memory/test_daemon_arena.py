@@ -5,8 +5,7 @@ import resource
 import numpy as np
 import pytest
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.memory.arenas import Arena, Slot
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import Arena, Budget, Slot
 from gyre_daemon.memory.share import share_within
 from hypothesis import given, settings
 from hypothesis import strategies as st

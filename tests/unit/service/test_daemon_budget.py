@@ -2,7 +2,7 @@
 
 import pytest
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import Budget
 
 
 def refusal(budget: Budget, only_user: str | None) -> str:

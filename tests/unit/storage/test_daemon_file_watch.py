@@ -7,8 +7,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from gyre_daemon.memory.arenas import Arena, FileWatch
-from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.arenas import Arena, Budget, FileWatch
 
 NUM_BYTES = 1 << 20
 
