@@ -137,7 +137,7 @@ class Scanner:
         if is_read:
             return await self.scan_stream(run, listed.name, source.stream(shard))
         assert local
-        pid = (await self._started()).process.pid
+        pid = (await self._started()).pid
         async with opened_file(local, listed.name) as file:
             scanning = self._scan(run, listed.name, file, "file")
             arrays = await MOUNTS.at(local.root.folder).run_in(pid, scanning)
@@ -212,7 +212,7 @@ class Scanner:
         """Scan an open file, or bytes from a socket; the descriptor stays the caller's."""
         request, worker = scan_request(run, name, kind), await self._started()
         try:
-            return await scanned(await worker.ask(request, [descriptor], MAX_REPLY_BYTES))
+            return await scanned(await worker.compute(request, [descriptor], MAX_REPLY_BYTES))
         except WorkerLost as error:
             self.kill()
             reason = "the process that indexed it died; see the log of the kernel"

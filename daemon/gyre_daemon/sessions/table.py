@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from gyre_protos.text import counted
@@ -34,20 +34,8 @@ from gyre_daemon.sessions.session_request import Reader, SessionRequest
 from gyre_daemon.sessions.shared_stream import DaemonResources
 
 
-class Weights(NamedTuple):
-    """The shares of a job's turns.
-
-    Attributes:
-        in_user: relative to other jobs of the same user.
-        of_user: relative to other users.
-    """
-
-    in_user: float
-    of_user: float
-
-
-def weights_of(user: str, job: str, patterns: Mapping[str, float]) -> Weights:
-    """The weights of a user's job.
+def weights_of(user: str, job: str, patterns: Mapping[str, float]) -> tuple[float, float]:
+    """The weights of a user's job: relative to other jobs of this user, and to other users.
 
     The first pattern that matches weighs the job among those of its user. A client chooses the name
     of its job, so only a pattern `USER/JOB` weighs against other users as well: the first one that
@@ -63,10 +51,8 @@ def weights_of(user: str, job: str, patterns: Mapping[str, float]) -> Weights:
         for pattern, weight in patterns.items()
         if _matches(user, job, pattern)
     ]
-    return Weights(
-        next((weight for _, weight in named), 1.0),
-        next((weight for has_user, weight in named if has_user), 1.0),
-    )
+    in_user = next((weight for _, weight in named), 1.0)
+    return in_user, next((weight for has_user, weight in named if has_user), 1.0)
 
 
 def _matches(user: str, job: str, pattern: str) -> bool:

@@ -261,8 +261,8 @@ class ComputeServer:
         self._server: ForkServer | None = None
         self._is_closed = False
 
-    async def start(self, task: Task) -> Process:
-        """A new process, with a connection that does not block.
+    async def start(self, task: Task) -> "ComputeWorker":
+        """A new process.
 
         Raises:
             OSError, TimeoutError: no process can be started.
@@ -277,7 +277,7 @@ class ComputeServer:
             self._is_closed = True
             self._end_server()
 
-    async def _start(self, task: Task) -> Process:
+    async def _start(self, task: Task) -> "ComputeWorker":
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -285,7 +285,7 @@ class ComputeServer:
             ours.setblocking(False)
             async with asyncio.timeout(_MAX_START_S):
                 await _readable(ours)
-            return Process(ours, *introduced(ours))
+            return ComputeWorker(ours, *introduced(ours))
         except BaseException:
             ours.close()
             raise
@@ -313,14 +313,10 @@ class ComputeServer:
             self._server = None
 
 
-class ComputeWorker:
-    """One process, used by one task at a time."""
+class ComputeWorker(Process):
+    """One process, with a connection that does not block, used by one task at a time."""
 
-    def __init__(self, process: Process) -> None:
-        """Take over a process."""
-        self.process = process
-
-    async def ask(self, body: bytes, descriptors: Sequence[int], max_bytes: int) -> bytes:
+    async def compute(self, body: bytes, descriptors: Sequence[int], max_bytes: int) -> bytes:
         """The reply to a request, which may come from a process that foreign bytes took over.
 
         Args:
@@ -333,13 +329,9 @@ class ComputeWorker:
         """
         request = Message(Kind.COMPUTE, 0, body, descriptors)
         try:
-            return await ask(self.process.connection, request, max_bytes)
+            return await ask(self.connection, request, max_bytes)
         except ConnectionError as error:
             raise WorkerLost(is_hung=False) from error
-
-    def kill(self) -> None:
-        """End the process at once, whatever it does."""
-        self.process.kill()
 
 
 class ComputeWorkers:
@@ -371,7 +363,7 @@ class ComputeWorkers:
             Overloaded: no process can be started.
         """
         try:
-            return ComputeWorker(await self._server.start(self._task))
+            return await self._server.start(self._task)
         except (OSError, TimeoutError) as error:
             raise Overloaded(
                 f"no process could be started to {self._task.purpose}: {error}; raise the limit "
@@ -387,7 +379,7 @@ class ComputeWorkers:
         deadline_s: float,
         is_reply: Callable[[bytes], bool] = bool,
     ) -> bytes:
-        """The reply of an idle process; see `ComputeWorker.ask`. The caller has a turn.
+        """The reply of an idle process; see `ComputeWorker.compute`. The caller has a turn.
 
         Raises:
             Overloaded: no process can be started.
@@ -398,7 +390,7 @@ class ComputeWorkers:
         is_sound = False
         try:
             async with asyncio.timeout(deadline_s):
-                reply = await worker.ask(body, descriptors, max_bytes)
+                reply = await worker.compute(body, descriptors, max_bytes)
             is_sound = is_reply(reply)
             if not is_sound:
                 raise WorkerLost(is_hung=False)

@@ -48,7 +48,7 @@ async def described(folder: Path, threads: FairExecutor) -> tuple[list[str], int
         dataset = await catalog.open("set", config)
         for chain in CHAINS:
             for worker in workers._workers.idle:
-                os.kill(worker.process.pid, signal.SIGKILL)
+                os.kill(worker.pid, signal.SIGKILL)
             found = await transforms.apply(dataset, [chain], unchanged, by_client=True, height=0)
             made += [str(each.dtype) for each in found.fields if each.name == "tokens"]
     finally:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from gyre_daemon.runtime.threads import Claims, FairExecutor, FairQueue, Flow
-from gyre_daemon.sessions.table import Weights, weights_of
+from gyre_daemon.sessions.table import weights_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -226,12 +226,12 @@ def test_a_job_has_its_weight_among_those_of_its_user(weight: float) -> None:
 
 def test_the_first_pattern_that_matches_decides() -> None:
     patterns = {"prod-*": 4.0, "uid:1004/*": 2.0, "token:*/prod-*": 3.0, "*/*": 5.0}
-    assert weights_of("uid:1004", "prod-x", patterns) == Weights(4.0, 2.0)
-    assert weights_of("uid:1004", "probe", patterns) == Weights(2.0, 2.0)
-    assert weights_of("token:ci", "prod-x", patterns) == Weights(4.0, 3.0)
-    assert weights_of("uid:7", "probe", patterns) == Weights(5.0, 5.0)
-    assert weights_of("uid:7", "a/b", {"uid:7/a/*": 2.0}) == Weights(2.0, 2.0)
-    assert weights_of("uid:7", "uid:1004/x", {"uid:1004/*": 2.0}) == Weights(1.0, 1.0)
+    assert weights_of("uid:1004", "prod-x", patterns) == (4.0, 2.0)
+    assert weights_of("uid:1004", "probe", patterns) == (2.0, 2.0)
+    assert weights_of("token:ci", "prod-x", patterns) == (4.0, 3.0)
+    assert weights_of("uid:7", "probe", patterns) == (5.0, 5.0)
+    assert weights_of("uid:7", "a/b", {"uid:7/a/*": 2.0}) == (2.0, 2.0)
+    assert weights_of("uid:7", "uid:1004/x", {"uid:1004/*": 2.0}) == (1.0, 1.0)
 
 
 def test_work_that_raises_stop_iteration_ends() -> None:

@@ -44,7 +44,7 @@ def test_patterns_that_can_match_are_accepted() -> None:
     weights = {f"{user}/{job}": 2.0 for user in USERS for job in JOBS}
     weights |= dict.fromkeys(JOBS, 2.0)
     check_patterns(DaemonConfig(job_weights=weights, limits=LimitsConfig(users=users)))
-    assert weights_of("uid:1004", "a/b", {"uid:1004/a/b": 3.0}).of_user == 3.0
+    assert weights_of("uid:1004", "a/b", {"uid:1004/a/b": 3.0})[1] == 3.0
 
 
 def test_a_pattern_of_users_that_matches_nobody_is_refused() -> None:
