@@ -321,42 +321,24 @@ def column_of(chunks: Sequence[Any], spec: FieldSpec) -> Column:
     """A column for arrays of pyarrow that follow each other.
 
     Raises:
-        ValueError: a list has nulls among its elements.
+        ValueError: a list has nulls among its elements, or the column is too large.
     """
-    parts = [_column(array, spec) for array in chunks]
-    if len(parts) == 1:
-        return parts[0]
-    data = np.concatenate([np.empty(0, np.uint8), *(part.data for part in parts)])
-    ends = None
-    if spec.ragged:
-        starts = np.cumsum([0, *(part.data.nbytes for part in parts)])
-        shifted = [part.ends + start for part, start in zip(parts, starts, strict=False)]
-        ends = np.concatenate([np.empty(0, np.int64), *shifted])
-    present = None
-    if any(part.present is not None for part in parts):
-        pairs = zip(parts, chunks, strict=True)
-        present = np.concatenate(
-            [np.ones(len(its), np.bool_) if part.present is None else part.present
-             for part, its in pairs]
-        )  # fmt: skip
-    return Column(data, ends, present)
-
-
-def _column(array: Any, spec: FieldSpec) -> Column:
+    arrays = [_plain(array) for array in chunks]
+    try:
+        array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+    except pa.ArrowInvalid as error:  # its offsets do not fit into 32 bits
+        raise ValueError(f"it has more than {MAX_CHUNK_BYTES >> 30} GiB") from error
     if spec.codec == "json":
         return _documents(array)
-    array = _plain(array)
     if types.is_struct(array.type):
         array = _files(array, spec.name)
     present = _valid(array)
-    if not spec.ragged and _is_list(array.type):
-        return Column(_nested(array, spec), None, present)
     if not spec.ragged:
-        return Column(_as_bytes(_fixed(array)), None, present)
+        data = _nested(array, spec) if _is_list(array.type) else _as_bytes(_fixed(array))
+        return Column(data, None, present)
     if _is_list(array.type):
         lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        values = _without_nulls(array.flatten())
-        data = _as_bytes(_fixed(values))
+        data = _as_bytes(_fixed(_without_nulls(array.flatten())))
         return Column(data, np.cumsum(lengths, dtype=np.int64) * spec.element_bytes, present)
     data, ends = _bytes(array, present)
     return Column(data, ends, present)
@@ -420,7 +402,7 @@ def _nested(array: Any, spec: FieldSpec) -> npt.NDArray[np.uint8]:
 def _documents(array: Any) -> Column:
     """The values as JSON, `null` where one is missing; of a key that a map has twice, the last."""
     with warnings.catch_warnings(action="ignore"):
-        values = _plain(array).to_pylist(maps_as_pydicts="lossy")
+        values = array.to_pylist(maps_as_pydicts="lossy")
     documents = [json.dumps(value, separators=(",", ":")).encode() for value in values]
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
     return Column(np.frombuffer(b"".join(documents), np.uint8), ends, _valid(array))
@@ -603,7 +585,7 @@ def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
 
 def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
     schema: Any = None
-    found: _StoredBatches | _DecodedBatches | None = None
+    found: _Batches | None = None
     head: list[Any] = []  # the schema and the dictionaries before all record batches
     begin = 0
     for message, stop in messages:
@@ -616,14 +598,14 @@ def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
                 raise ValueError(_TOO_LARGE)
             if num_rows:
                 shared = begin, messages.offset
-                found = found or _opened(schema, wanted, message, head, shared)
+                found = found or _Batches(schema, wanted, message, head, shared)
                 found.add(message, num_rows, messages.offset, stop)
             continue
         if kind == "schema":
             schema, begin = _parsed(pa.ipc.read_schema, message), messages.offset
         elif kind != "dictionary":
             raise ValueError(f"it has a message of the kind {kind}")
-        elif isinstance(found, _DecodedBatches):
+        elif found and found.are_decoded:
             raise ConfigError(
                 "the file has dictionaries behind its first record batch, which is not read "
                 "where batches are decoded. Write it as Parquet, or without dictionaries."
@@ -632,25 +614,6 @@ def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
     if schema is None:
         raise ValueError("it has no schema")
     return found.arrays() if found else chunk_arrays([], [], [], [])
-
-
-def _opened(
-    schema: Any, wanted: Wanted, first: Any, head: Sequence[Any], shared: tuple[int, int]
-) -> "_StoredBatches | _DecodedBatches":
-    """The record batches of a file, by the first of them.
-
-    Args:
-        schema: of the file.
-        wanted: which columns.
-        first: the first record batch.
-        head: all messages before it.
-        shared: where these are in the file.
-    """
-    columns, undecoded = served_columns(schema, wanted), _undecoded_schema(schema)
-    is_stored = all(column.is_stored for column in columns)
-    if is_stored and _batch(first, undecoded) is not None:
-        return _StoredBatches(columns, undecoded)
-    return _DecodedBatches(columns, b"".join(each.serialize() for each in head), shared)
 
 
 def _parsed(parse: Callable[..., Any], *arguments: Any) -> Any:
@@ -699,45 +662,92 @@ def _batch(message: Any, schema: Any) -> Any:
 _TOO_LARGE = f"a record batch has more than {MAX_CHUNK_BYTES >> 30} GiB"
 
 
-class _DecodedBatches:
-    """The decoded record batches of a file, each a chunk.
+class _Batches:
+    """The record batches of a file, each a chunk.
 
-    A chunk is decoded from its message and from the messages before all record batches: the schema
-    and the dictionaries. Together they are a valid stream.
+    Where the buffers of the file have the tensors' bytes, the address of a buffer, minus that of
+    its body, is its place in the file. Otherwise a chunk is decoded from its message and from the
+    messages before all record batches: the schema and the dictionaries. Together they are a valid
+    stream.
+
+    Attributes:
+        are_decoded: whether chunks are decoded.
     """
 
     def __init__(
-        self, columns: Sequence[ServedColumn], head: bytes, shared: tuple[int, int]
+        self, schema: Any, wanted: Wanted, first: Any, head: Sequence[Any], shared: tuple[int, int]
     ) -> None:
-        self._columns, self._head, self._shared = columns, head, shared
+        """Decide by the first record batch.
+
+        Args:
+            schema: of the file.
+            wanted: which columns.
+            first: the first record batch.
+            head: all messages before it.
+            shared: where these are in the file.
+        """
+        self._columns, self._schema = served_columns(schema, wanted), _undecoded_schema(schema)
+        self._specs = [column.spec for column in self._columns]
+        are_stored = all(column.is_stored for column in self._columns)
+        self.are_decoded = not are_stored or _batch(first, self._schema) is None
+        self._head = b"".join(each.serialize() for each in head) if self.are_decoded else b""
+        self._shared = shared if self.are_decoded else (0, 0)
         self._rows, self._pieces = list[int](), list[list[tuple[int, int]]]()
-        self._found, self._damaged = list[Sequence[Column | None]](), dict[int, str]()
+        self._places, self._damaged = list[list[tuple[int, int]]](), dict[int, str]()
+        self._found = list[Sequence[Column | None]]()
 
     def add(self, message: Any, num_rows: int, offset: int, stop: int) -> None:
+        """Take the record batch at bytes `[offset, stop)` of the file."""
+        if self.are_decoded:
+            found, piece = self._decode(message, num_rows, stop), (offset, stop)
+        else:
+            found, piece = self._find(message, stop), (stop - message.body.size, stop)
+        self._found.append(found)
+        self._rows.append(num_rows)
+        self._pieces.append([piece])
+
+    def arrays(self) -> Arrays:
+        """See `chunk_arrays`."""
+        return chunk_arrays(
+            self._specs,
+            self._rows,
+            self._pieces,
+            self._found,
+            self._shared,
+            damaged=self._damaged,
+            places=None if self.are_decoded else self._places,
+        )
+
+    def _decode(self, message: Any, num_rows: int, stop: int) -> Sequence[Column | None]:
         """Decode a record batch, and note where its rows end."""
-        fixed = sum(each.spec.element_bytes for each in self._columns if not each.spec.ragged)
+        fixed = sum(spec.element_bytes for spec in self._specs if not spec.ragged)
         if num_rows * fixed > MAX_CHUNK_BYTES:  # a damaged one may claim so
             raise ValueError(_TOO_LARGE)
-        self._rows.append(num_rows)
-        self._pieces.append([(offset, stop)])
         try:
-            its = _decoded(self._head, message.serialize(), self._columns)
+            batch = _decoded(self._head, message.serialize())
+            its = _columns_of(batch, self._columns)
         except ValueError as error:
             if num_rows > 8 * stop:
                 raise ValueError(f"a damaged record batch claims {num_rows} rows") from error
             self._damaged[len(self._found)] = f"{error!s:.500}"
-            self._found.append(lacking([column.spec for column in self._columns], num_rows))
-            return
+            return lacking(self._specs, num_rows)
         if sum(column.data.nbytes for column in its) > MAX_CHUNK_BYTES:
             raise ValueError(_TOO_LARGE)
-        self._found.append([Column(_NO_DATA, column.ends, column.present) for column in its])
+        return [Column(_NO_DATA, column.ends, column.present) for column in its]
 
-    def arrays(self) -> Arrays:
-        """See `chunk_arrays`."""
-        specs = [column.spec for column in self._columns]
-        return chunk_arrays(
-            specs, self._rows, self._pieces, self._found, self._shared, damaged=self._damaged
-        )
+    def _find(self, message: Any, stop: int) -> Sequence[Column]:
+        """Find the columns of a record batch in the file."""
+        batch = _batch(message, self._schema)
+        if batch is None:
+            raise ConfigError("some record batches are compressed and some are not; write it again")
+        moved = stop - message.body.size - message.body.address
+        found = []
+        for column in self._columns:
+            array = batch.column(column.name)
+            _parsed(array.validate)  # lengths, and sizes of buffers
+            found.append(_stored_column(array, column.spec, moved))
+        self._places.append([(base, first) for base, first, _ in found])
+        return [each for _, _, each in found]
 
 
 def decode_batch(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
@@ -747,15 +757,12 @@ def decode_batch(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
         ValueError: it is damaged.
     """
     (_, shared), (_, data) = chunk.pieces
-    return _decoded(shared, data, None, wanted)
+    batch = _decoded(shared, data)
+    return _columns_of(batch, served_columns(batch.schema, wanted))
 
 
-def _decoded(
-    shared: bytes | memoryview,
-    data: Any,
-    columns: Sequence[ServedColumn] | None,
-    wanted: Wanted | None = None,
-) -> list[Column]:
+def _decoded(shared: bytes | memoryview, data: Any) -> Any:
+    """The record batch of a message, with those before all record batches."""
     try:
         options = pa.ipc.IpcReadOptions(use_threads=False)
         stream = pa.BufferReader(b"".join((shared, data, _END)))
@@ -765,43 +772,11 @@ def _decoded(
         batch.validate(full=True)
     except (OSError, StopIteration, pa.ArrowException) as error:
         raise ValueError(f"a record batch cannot be read: {error!s:.500}") from error
-    if columns is None:
-        assert wanted is not None
-        columns = served_columns(batch.schema, wanted)
+    return batch
+
+
+def _columns_of(batch: Any, columns: Sequence[ServedColumn]) -> list[Column]:
     return [column_of([batch.column(column.name)], column.spec) for column in columns]
-
-
-class _StoredBatches:
-    """The record batches of a file whose buffers have the tensors' bytes.
-
-    The address of a buffer, minus that of its body, is its place in the file.
-    """
-
-    def __init__(self, columns: Sequence[ServedColumn], schema: Any) -> None:
-        self._columns, self._schema = columns, schema
-        self._rows, self._bodies = list[int](), list[list[tuple[int, int]]]()
-        self._places, self._found = list[list[tuple[int, int]]](), list[list[Column]]()
-
-    def add(self, message: Any, num_rows: int, offset: int, stop: int) -> None:
-        """Find the columns of a record batch."""
-        batch = _batch(message, self._schema)
-        if batch is None:
-            raise ConfigError("some record batches are compressed and some are not; write it again")
-        begin = stop - message.body.size
-        self._rows.append(num_rows)
-        self._bodies.append([(begin, stop)])
-        found = []
-        for column in self._columns:
-            array = batch.column(column.name)
-            _parsed(array.validate)  # lengths, and sizes of buffers
-            found.append(_stored_column(array, column.spec, begin - message.body.address))
-        self._places.append([(base, first) for base, first, _ in found])
-        self._found.append([each for _, _, each in found])
-
-    def arrays(self) -> Arrays:
-        """See `chunk_arrays`."""
-        specs = [column.spec for column in self._columns]
-        return chunk_arrays(specs, self._rows, self._bodies, self._found, places=self._places)
 
 
 def _stored_column(array: Any, spec: FieldSpec, moved: int) -> tuple[int, int, Column]:
