@@ -9,9 +9,9 @@ bytes.
 import io
 import os
 import zlib
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from gyre_daemon.datasets.formats.base import (
@@ -57,100 +57,21 @@ _SLACK_BYTES = 128
 _footers: dict[tuple[Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
 
-class _ColumnFormat(ChunkFormat):
-    """A `Format` of files with columns, which pyarrow reads.
+def _rows() -> ModuleType:
+    """Rows of Arrow, which need pyarrow: only compute workers import it."""
+    from gyre_daemon.datasets.formats import arrow_rows  # noqa: PLC0415
 
-    Attributes:
-        name: of the format.
-    """
-
-    name: ClassVar[str]
-    unpacks_gzip = False
-
-    def __init__(self, options: ColumnOptions) -> None:
-        """Refuse to start without the library.
-
-        Raises:
-            ConfigError: pyarrow is not installed.
-        """
-        require_library("pyarrow", f"the format {self.name} needs", "arrow")
-        self._options, self._columns = options, options.wanted
-
-    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        return assemble_union(self._options, shards, inspected, "fields", self._index_of_equal)
-
-    @abstractmethod
-    def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
-        """The index of shards that have the same columns."""
-
-
-class ArrowFormat(_ColumnFormat):
-    """A `Format` that reads the metadata of record batches, and where their rows begin."""
-
-    name = "arrow"
-    pattern = "*.{arrow,arrows,ipc,feather}"
-    noun = "record batch"
-
-    @staticmethod
-    def recognises(head: bytes) -> bool:
-        """See `FormatEntry.recognises`: a file's magic; streams have none."""
-        return head.startswith(b"ARROW1\0\0")
-
-    @property
-    def inspection(self) -> Scan:
-        version, run = scan_version("arrow/3", self._columns), partial(_scan_arrow, self._columns)
-        return Scan(version, run, num_rows, check_chunks, ragged=self._options.ragged)
-
-    def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
-        pairs = [pair for pair in zip(shards, inspected, strict=True) if num_rows(pair[1])]
-        decoded = are_compressed([shard for shard, _ in pairs], ["base" not in s for _, s in pairs])
-        identity = f"arrow {self._columns.pairs}".encode()
-        if pairs and not decoded:
-            identity = b"arrow " + pairs[0][1]["fields"].tobytes()
-        decode = partial(_decode_arrow, self._columns)
-        return ChunkIndex(shards, inspected, decode, self.noun, identity)
-
-
-class ParquetFormat(_ColumnFormat):
-    """A `Format` whose chunks are row groups.
-
-    Files are asked for their footers, and for those columns whose lengths or nulls are
-    not known from there.
-    """
-
-    name = "parquet"
-    pattern = "*.{parquet,parq}"
-    noun = "row group"
-
-    @staticmethod
-    def recognises(head: bytes) -> bool:
-        """See `FormatEntry.recognises`: its magic."""
-        return head.startswith(b"PAR1")
-
-    @property
-    def inspection(self) -> Scan:
-        version = scan_version("parquet/3", self._columns)
-        run, ragged = partial(_scan_parquet, self._columns), self._options.ragged
-        return Scan(version, run, num_rows, check_chunks, seeks=True, ragged=ragged)
-
-    def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
-        identity = f"parquet {self._columns.pairs}".encode()
-        decode = partial(_decode_parquet, self._columns)
-        return ChunkIndex(shards, inspected, decode, self.noun, identity)
+    return arrow_rows
 
 
 def _scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
-    """See `scan_arrow`, which needs pyarrow: only compute workers import it."""
-    from gyre_daemon.datasets.formats.arrow_rows import scan_arrow  # noqa: PLC0415
-
-    return scan_arrow(wanted, shard, file)
+    scan: Arrays = _rows().scan_arrow(wanted, shard, file)
+    return scan
 
 
 def _decode_arrow(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
-    """See `decode_batch`; a `Decode`."""
-    from gyre_daemon.datasets.formats.arrow_rows import decode_batch  # noqa: PLC0415
-
-    return decode_batch(wanted, chunk)
+    columns: Sequence[Column] = _rows().decode_batch(wanted, chunk)
+    return columns
 
 
 def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
@@ -164,7 +85,8 @@ def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
     try:
         opened = _open(file)
         # a table without rows may have columns of unknown types
-        columns = _served(opened.schema_arrow, wanted) if opened.metadata.num_rows else []
+        served = _rows().served_columns
+        columns = served(opened.schema_arrow, wanted) if opened.metadata.num_rows else []
         rows, pieces, found, numbers = [], [], [], []
         damaged: dict[int, str] = {}
         shard_bytes = file.seek(0, os.SEEK_END)
@@ -211,7 +133,7 @@ def _footer(wanted: Wanted, shard: str, footer: memoryview) -> "tuple[Any, list[
         if len(_footers) >= _MAX_FOOTERS:
             del _footers[next(iter(_footers))]
         opened = _open(io.BytesIO(footer))
-        _footers[key] = opened.metadata, _served(opened.schema_arrow, wanted)
+        _footers[key] = opened.metadata, _rows().served_columns(opened.schema_arrow, wanted)
     return _footers[key]
 
 
@@ -243,16 +165,8 @@ def _open(file: Any, metadata: Any = None) -> Any:
     )
 
 
-def _served(schema: Any, wanted: Wanted) -> "list[ServedColumn]":
-    from gyre_daemon.datasets.formats.arrow_rows import served_columns  # noqa: PLC0415
-
-    return served_columns(schema, wanted)
-
-
 def _read(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[Column]:
     """Some columns of a row group."""
-    from gyre_daemon.datasets.formats.arrow_rows import column_of  # noqa: PLC0415
-
     if not columns:
         return []
     paths = list(dict.fromkeys(column.path for column in columns))
@@ -263,7 +177,7 @@ def _read(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[C
     read = []
     for column in columns:
         try:
-            read.append(column_of(table.column(column.name).chunks, column.spec))
+            read.append(_rows().column_of(table.column(column.name).chunks, column.spec))
         except ValueError as error:
             raise ValueError(f"column {column.name!r:.100}: {error}") from error
     return read
@@ -299,11 +213,9 @@ def _may_lack(group: Any, column: "ServedColumn") -> bool:
 
 def _check_no_paths(opened: Any, number: int, column: "ServedColumn", present: Any) -> None:
     """Refuse files outside of the row group."""
-    from gyre_daemon.datasets.formats.arrow_rows import check_no_paths  # noqa: PLC0415
-
     table = opened.read_row_group(number, columns=[f"{column.name}.path"], use_threads=False)
     (paths,) = table.column(column.name).combine_chunks().flatten()[:1]
-    check_no_paths(column.name, ~present, paths)
+    _rows().check_no_paths(column.name, ~present, paths)
 
 
 _TOO_LARGE = (
@@ -340,3 +252,84 @@ def _pieces(
         else:
             merged.append((start, stop))
     return merged
+
+
+class _ColumnFormat(ChunkFormat):
+    """A `Format` of files with columns, which pyarrow reads.
+
+    Attributes:
+        name: of the format.
+        magic: at the beginning of its files.
+        scan: the `run` of a `Scan`, once the columns are set.
+        decode: a `Decode`, once the columns are set.
+        seeks: see `Scan`.
+    """
+
+    name: ClassVar[str]
+    magic: ClassVar[bytes]
+    scan: ClassVar[Callable[[Wanted, str, BinaryIO], Arrays]]
+    decode: ClassVar[Callable[[Wanted, StoredChunk], Sequence[Column]]]
+    seeks: ClassVar[bool]
+    unpacks_gzip = False
+
+    def __init__(self, options: ColumnOptions) -> None:
+        """Refuse to start without the library.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+        """
+        require_library("pyarrow", f"the format {self.name} needs", "arrow")
+        self._options, self._columns = options, options.wanted
+
+    @classmethod
+    def recognises(cls, head: bytes) -> bool:
+        """See `FormatEntry.recognises`: the magic of a file; streams of Arrow have none."""
+        return head.startswith(cls.magic)
+
+    @property
+    def inspection(self) -> Scan:
+        version = scan_version(f"{self.name}/3", self._columns)
+        run, ragged = partial(type(self).scan, self._columns), self._options.ragged
+        return Scan(version, run, num_rows, check_chunks, seeks=self.seeks, ragged=ragged)
+
+    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        return assemble_union(self._options, shards, inspected, "fields", self._index_of_equal)
+
+    def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
+        """The index of shards that have the same columns."""
+        decode, identity = (
+            partial(type(self).decode, self._columns),
+            self._identity(shards, inspected),
+        )
+        return ChunkIndex(shards, inspected, decode, self.noun, identity)
+
+    def _identity(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bytes:
+        """See `ChunkIndex`."""
+        return f"{self.name} {self._columns.pairs}".encode()
+
+
+class ArrowFormat(_ColumnFormat):
+    """A `Format` that reads the metadata of record batches, and where their rows begin."""
+
+    name, noun, magic = "arrow", "record batch", b"ARROW1\0\0"
+    pattern = "*.{arrow,arrows,ipc,feather}"
+    scan, decode, seeks = staticmethod(_scan_arrow), staticmethod(_decode_arrow), False
+
+    def _identity(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bytes:
+        pairs = [pair for pair in zip(shards, inspected, strict=True) if num_rows(pair[1])]
+        decoded = are_compressed([shard for shard, _ in pairs], ["base" not in s for _, s in pairs])
+        if pairs and not decoded:
+            return b"arrow " + pairs[0][1]["fields"].tobytes()
+        return super()._identity(shards, inspected)
+
+
+class ParquetFormat(_ColumnFormat):
+    """A `Format` whose chunks are row groups.
+
+    Files are asked for their footers, and for those columns whose lengths or nulls are
+    not known from there.
+    """
+
+    name, noun, magic = "parquet", "row group", b"PAR1"
+    pattern = "*.{parquet,parq}"
+    scan, decode, seeks = staticmethod(_scan_parquet), staticmethod(_decode_parquet), True

@@ -84,40 +84,50 @@ def frames(file: BinaryIO) -> Iterator[Frame]:
         ValueError: the file is damaged or cut off, or a frame is too large; says at which byte.
         ConfigError: zstandard is not installed.
     """
-    reader = _Reader(file)
-    while head := reader.peek(_SKIPPED.size):
-        start = reader.offset
-        magic = _HEAD.unpack(head[: _HEAD.size])[0] if len(head) >= _HEAD.size else 0
-        if magic & _SKIPPABLE_MASK == _SKIPPABLE and len(head) == _SKIPPED.size:
-            reader.skip(_SKIPPED.size + _SKIPPED.unpack(head)[1])
+    offset, rest = 0, b""  # of the bytes that were read, those that no frame had yet
+    while True:
+        while len(rest) < _SKIPPED.size and (more := file.read(_PIECE_BYTES)):
+            rest += more
+        if not rest:
+            return
+        start = offset
+        magic, num_bytes = _SKIPPED.unpack(rest[: _SKIPPED.size].ljust(_SKIPPED.size, b"\0"))
+        if magic & _SKIPPABLE_MASK == _SKIPPABLE and len(rest) >= _SKIPPED.size:
+            left = _SKIPPED.size + num_bytes
+            while left and (rest := rest or file.read(_PIECE_BYTES)):
+                taken = min(len(rest), left)
+                rest, offset, left = rest[taken:], offset + taken, left - taken
+            if left:
+                raise ValueError(f"it is cut off at byte {offset}")
             continue
         if magic != _MAGIC:
             raise ValueError(f"at byte {start} begins no frame of zstd")
-        yield Frame(start, *_one_frame(reader, start))
+        data, num_bytes, rest = _one_frame(rest, file, start)
+        offset += num_bytes
+        yield Frame(start, offset, data)
 
 
-def _one_frame(reader: "_Reader", start: int) -> tuple[int, bytes]:
-    """The end of a frame and its contents; the reader is at its end then."""
+def _one_frame(rest: bytes, file: BinaryIO, start: int) -> tuple[bytes, int, bytes]:
+    """The contents of a frame, its size, and the bytes behind it that were read already."""
     library = _library()
     decoder = library.ZstdDecompressor().decompressobj()
-    found, num_bytes = [], 0
+    found, num_bytes, num_read = [], 0, 0
     while not decoder.eof:
-        piece = reader.take(_PIECE_BYTES)
+        piece, rest = rest or file.read(_PIECE_BYTES), b""
         if not piece:
             raise ValueError(f"the frame at byte {start} is cut off")
         try:
-            data = decoder.decompress(piece)
+            found.append(decoder.decompress(piece))
         except library.ZstdError as error:
             raise ValueError(f"the frame at byte {start} is damaged: {error}") from error
-        num_bytes += len(data)
+        num_bytes, num_read = num_bytes + len(found[-1]), num_read + len(piece)
         if num_bytes > MAX_FRAME_BYTES:
             raise ValueError(
                 f"the frame at byte {start} has more than {MAX_FRAME_BYTES >> 30} GiB. Compress "
                 "the file in several frames (`pzstd`, or the seekable format), or in parts."
             )
-        found.append(data)
-    reader.give_back(decoder.unused_data)
-    return reader.offset, b"".join(found)
+    rest = decoder.unused_data
+    return b"".join(found), num_read - len(rest), rest
 
 
 def decompress(pieces: Sequence[tuple[int, memoryview]]) -> bytes:
@@ -139,43 +149,6 @@ def decompress(pieces: Sequence[tuple[int, memoryview]]) -> bytes:
 def _library() -> Any:
     require_library("zstandard", "files compressed with zstd need", "records")
     return importlib.import_module("zstandard")
-
-
-class _Reader:
-    """A file to read once, which takes back some bytes.
-
-    Attributes:
-        offset: of the next byte.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.offset = 0
-        self._file, self._rest = file, b""
-
-    def peek(self, num_bytes: int) -> bytes:
-        """The next bytes, which are not taken; fewer at the end."""
-        while len(self._rest) < num_bytes and (more := self._file.read(_PIECE_BYTES)):
-            self._rest += more
-        return self._rest[:num_bytes]
-
-    def take(self, num_bytes: int) -> bytes:
-        """Some of the next bytes; none at the end."""
-        self.peek(1)
-        data, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
-        self.offset += len(data)
-        return data
-
-    def give_back(self, data: bytes) -> None:
-        """The last bytes that were taken are not."""
-        self._rest = data + self._rest
-        self.offset -= len(data)
-
-    def skip(self, num_bytes: int) -> None:
-        """Take this many bytes and forget them."""
-        while num_bytes and (data := self.take(min(num_bytes, _PIECE_BYTES))):
-            num_bytes -= len(data)
-        if num_bytes:
-            raise ValueError(f"it is cut off at byte {self.offset}")
 
 
 UTF8_MARK = b"\xef\xbb\xbf"

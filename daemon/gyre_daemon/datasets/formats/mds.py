@@ -13,10 +13,11 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Annotated, BinaryIO, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,6 +33,7 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
+    DamagedPart,
     StoredChunk,
     chunk_arrays,
     num_samples,
@@ -42,7 +44,6 @@ from gyre_daemon.datasets.formats.sample_table import (
     SampleTable,
     check_columns,
     joined_columns,
-    json_of,
 )
 from gyre_daemon.datasets.formats.schemas import (
     SchemaOptions,
@@ -51,7 +52,7 @@ from gyre_daemon.datasets.formats.schemas import (
     common_schema,
 )
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
-from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 
 SCAN_VERSION = "mds/1"
@@ -61,10 +62,10 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SAMPLES = 1 << 30
 # Samples in memory at once, unless one is larger.
 _GROUP_BYTES = 16 << 20
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
-@dataclass(frozen=True, slots=True)
-class MdsColumn:
+class MdsColumn(NamedTuple):
     """A column as a shard declares it.
 
     Attributes:
@@ -75,10 +76,19 @@ class MdsColumn:
 
     name: str
     encoding: str
-    size: int | None
+    size: _Size | None
 
 
-def scan_mds(shard: str, file: BinaryIO) -> Arrays:
+class _Config(msgspec.Struct):
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[_Size | None]
+
+
+_CONFIG, _COLUMNS = msgspec.json.Decoder(_Config), msgspec.json.Decoder(list[MdsColumn])
+
+
+def scan_mds(file: BinaryIO) -> Arrays:
     """The places of the F columns of the N samples of a shard.
 
     Returns:
@@ -86,106 +96,74 @@ def scan_mds(shard: str, file: BinaryIO) -> Arrays:
         columns: JSON of [name, encoding, size] of each column.
 
     Raises:
-        CorruptSample: it is no sound shard; with shard and offset.
+        DamagedPart: it is no sound shard.
     """
-    reader = _ShardReader(shard, file)
-    offsets, columns = reader.read_header()
+    offsets, columns = _read_header(file)
     starts, sizes = [], []
     first = 0
     while first < len(offsets) - 1:
         stop = int(np.searchsorted(offsets, offsets[first] + _GROUP_BYTES, side="right")) - 1
         stop = max(stop, first + 1)
         group = offsets[first : stop + 1]
-        start, size = _locate(reader.read(int(group[-1] - group[0])), group, columns)
+        data = _read(file, int(group[-1] - group[0]), int(group[0]))
+        start, size = _locate(data, group, columns)
         wrong = np.flatnonzero((start + size)[:, -1] != group[1:])
         if len(wrong):
             number = first + int(wrong[0])
-            raise reader.corrupt(
-                int(offsets[number]), f"the columns of sample {number} do not fill its bytes"
+            raise DamagedPart(
+                f"the columns of sample {number} do not fill its bytes", int(offsets[number])
             )
         starts.append(start)
         sizes.append(size)
         first = stop
     nothing = np.empty((0, len(columns)), np.int64)
-    declared = [(column.name, column.encoding, column.size) for column in columns]
     return {
         "start": np.concatenate([nothing, *starts]),
         "size": np.concatenate([nothing, *sizes]),
-        "columns": np.frombuffer(json.dumps(declared).encode(), np.uint8),
+        "columns": np.frombuffer(json.dumps(columns).encode(), np.uint8),
     }
 
 
-def _is_column(declared: Any) -> bool:
-    if not isinstance(declared, list) or len(declared) != 3:
-        return False
-    name, encoding, size = declared
-    has_size = size is None or (type(size) is int and size >= 0)
-    return isinstance(name, str) and isinstance(encoding, str) and has_size
+def _read_header(file: BinaryIO) -> tuple[npt.NDArray[np.int64], list[MdsColumn]]:
+    """The offsets of the samples, and the columns."""
+    (num_samples,) = np.frombuffer(_read(file, 4, 0), _UINT32).tolist()
+    if num_samples > _MAX_SAMPLES:
+        raise DamagedPart(f"it declares {num_samples} samples; is it an MDS shard?", 0)
+    begin = 4 * (num_samples + 2)
+    offsets = np.frombuffer(_read(file, begin - 4, 4), _UINT32).astype(np.int64)
+    num_bytes = int(offsets[0]) - begin
+    if not 0 < num_bytes <= _MAX_CONFIG_BYTES or (np.diff(offsets) < 0).any():
+        raise DamagedPart("the offsets of its samples make no sense; is it an MDS shard?", 4)
+    try:
+        its = _CONFIG.decode(_read(file, num_bytes, begin))
+        declared = zip(its.column_names, its.column_encodings, its.column_sizes, strict=True)
+        columns = [MdsColumn(*each) for each in declared]
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if isinstance(error, DamagedPart):
+            raise
+        raise DamagedPart("its columns cannot be read", begin) from error
+    if not columns:
+        raise DamagedPart("its columns cannot be read", begin)
+    return offsets, columns
 
 
-class _ShardReader:
-    """Reads a shard from its beginning to its end."""
-
-    def __init__(self, shard: str, file: BinaryIO) -> None:
-        self._shard = shard
-        self._file = file
-        self._offset = 0
-
-    def read(self, num_bytes: int) -> bytes:
-        """The next bytes.
-
-        Raises:
-            CorruptSample: the file ends before.
-        """
-        parts, left = [], num_bytes
-        while left and (part := self._file.read(min(left, _GROUP_BYTES))):
-            parts.append(part)
-            left -= len(part)
-        if left:
-            raise self.corrupt(self._offset, "the shard is cut off")
-        self._offset += num_bytes
-        return b"".join(parts)
-
-    def read_header(self) -> tuple[npt.NDArray[np.int64], list[MdsColumn]]:
-        """The offsets of the samples, and the columns."""
-        (num_samples,) = np.frombuffer(self.read(4), _UINT32).tolist()
-        if num_samples > _MAX_SAMPLES:
-            raise self.corrupt(0, f"it declares {num_samples} samples; is it an MDS shard?")
-        offsets = np.frombuffer(self.read(4 * (num_samples + 1)), _UINT32).astype(np.int64)
-        num_config_bytes = int(offsets[0]) - self._offset
-        if not 0 < num_config_bytes <= _MAX_CONFIG_BYTES or (np.diff(offsets) < 0).any():
-            raise self.corrupt(4, "the offsets of its samples make no sense; is it an MDS shard?")
-        return offsets, self._parse(self.read(num_config_bytes))
-
-    def _parse(self, text: bytes) -> list[MdsColumn]:
-        try:
-            config: Any = json.loads(text)
-            names, encodings = config["column_names"], config["column_encodings"]
-            sizes = config["column_sizes"]
-            declared = [list(each) for each in zip(names, encodings, sizes, strict=True)]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise self.corrupt(self._offset - len(text), "its columns cannot be read") from error
-        if not declared or not all(map(_is_column, declared)):
-            raise self.corrupt(self._offset - len(text), "its columns cannot be read")
-        return [MdsColumn(*each) for each in declared]
-
-    def corrupt(self, offset: int, reason: str) -> CorruptSample:
-        """The error for a shard that cannot be served."""
-        return corrupt(self._shard, offset, reason)
+def _read(file: BinaryIO, num_bytes: int, offset: int) -> bytes:
+    """The next bytes, in parts: a damaged shard may claim gigabytes. They begin at an offset."""
+    parts, left = [], num_bytes
+    while left and (part := file.read(min(left, _GROUP_BYTES))):
+        parts.append(part)
+        left -= len(part)
+    if left:
+        raise DamagedPart("the shard is cut off", offset)
+    return b"".join(parts)
 
 
 def _locate(
     data: bytes, offsets: npt.NDArray[np.int64], columns: list[MdsColumn]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Begin and size of the columns of n successive samples.
+    """Begin and size of the columns of n successive samples, int64 [n, F] each.
 
-    Args:
-        data: their bytes.
-        offsets: int64 [n + 1], where each begins in the shard, and the end of the last.
-        columns: F.
-
-    Returns:
-        int64 [n, F] each. Where the sizes in a sample lead beyond it, so do these.
+    The samples begin at `offsets`, int64 [n + 1]. Where sizes lead beyond a sample, so do these.
     """
     variable = [number for number, column in enumerate(columns) if column.size is None]
     num_head_bytes = 4 * len(variable)
@@ -208,22 +186,25 @@ def scan_any(shard: str, file: BinaryIO) -> Arrays:
 
     Returns:
         As `scan_mds`; raw_bytes: int64 [1], of a compressed shard the decompressed size.
+
+    Raises:
+        CorruptSample: it is no sound shard; with shard and offset.
     """
-    with recognised(shard, file) as (opened, is_compressed):
-        if not is_compressed:
-            return scan_mds(shard, opened)
-        data = bytearray()
-        try:
+    try:
+        with recognised(shard, file) as (opened, is_compressed):
+            if not is_compressed:
+                return scan_mds(opened)
+            data = bytearray()
             for frame in frames(opened):
                 data += frame.data
                 if len(data) > MAX_FRAME_BYTES:
                     limit = MAX_FRAME_BYTES >> 30
                     raise ValueError(f"it has more than {limit} GiB; write smaller shards")
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise corrupt(shard, None, str(error)) from error
-    return {**scan_mds(shard, io.BytesIO(data)), "raw_bytes": np.array([len(data)], np.int64)}
+        return {**scan_mds(io.BytesIO(data)), "raw_bytes": np.array([len(data)], np.int64)}
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise corrupt(shard, getattr(error, "offset", None), str(error)) from error
 
 
 def check_any(arrays: Arrays, file_bytes: int) -> None:
@@ -233,10 +214,12 @@ def check_any(arrays: Arrays, file_bytes: int) -> None:
         if raw_bytes.shape != (1,) or not 0 <= raw_bytes[0] <= MAX_FRAME_BYTES:
             raise ValueError("it has no decompressed size")
         file_bytes = int(raw_bytes[0])
-    declared = json_of(arrays, "columns")
-    if not isinstance(declared, list) or not all(map(_is_column, declared)):
-        raise ValueError("its columns cannot be read")
-    check_columns(arrays, file_bytes, len(declared))
+    text = array_of(arrays, "columns", np.uint8)
+    try:
+        columns = _COLUMNS.decode(text.tobytes())
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError("its columns cannot be read") from error
+    check_columns(arrays, file_bytes, len(columns))
 
 
 def compressed_index(
@@ -282,9 +265,9 @@ def decode_shard(fields: Sequence[tuple[FieldSpec, int]], chunk: StoredChunk) ->
     """
     data = decompress(chunk.pieces)
     try:
-        scan = scan_mds(chunk.shard, io.BytesIO(data))
-    except CorruptSample as error:
-        raise ValueError(str(error.facts["reason"])) from error
+        scan = scan_mds(io.BytesIO(data))
+    except DamagedPart as error:  # its offset is none in the stored shard
+        raise ValueError(str(error)) from error
     stops = scan["start"] + scan["size"]
     columns = []
     for spec, place in fields:
@@ -333,9 +316,7 @@ class MdsFormat:
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """The index of shards that have the same columns."""
         declared = [
-            [MdsColumn(*each) for each in json.loads(scan["columns"].tobytes())]
-            if len(scan["size"])
-            else None
+            _COLUMNS.decode(scan["columns"].tobytes()) if len(scan["size"]) else None
             for scan in inspected
         ]
         columns = common_schema(shards, declared, _describe) or []
@@ -366,10 +347,8 @@ def _spec(field: str, column: MdsColumn) -> FieldSpec:
     encoding = column.encoding
     if encoding in _RAGGED:
         media_type = f"image/{encoding}" if encoding in ("jpeg", "png") else ""
-        dtype_of_bytes, codec_of_bytes = np.dtype(np.uint8), _RAGGED[encoding]
-        return FieldSpec(
-            field, dtype_of_bytes, (), ragged=True, codec=codec_of_bytes, media_type=media_type
-        )
+        spec = FieldSpec(field, np.dtype(np.uint8), (), ragged=True, codec=_RAGGED[encoding])
+        return replace(spec, media_type=media_type)
     dtype, codec = _NUMBERS.get(encoding, (encoding, "bytes"))
     shape: tuple[int, ...] = ()
     if encoding.startswith("ndarray:") and encoding.count(":") == 2:
