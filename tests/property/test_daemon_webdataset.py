@@ -16,8 +16,11 @@ import pytest
 import webdataset
 from gyre_daemon.datasets.formats import Extents, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.tar_shards import plain_header
-from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
+from gyre_daemon.datasets.formats.webdataset import (
+    WebdatasetFormat,
+    WebdatasetOptions,
+    plain_header,
+)
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 from hypothesis import HealthCheck, assume, example, given, settings

@@ -339,7 +339,8 @@ class DecodeRows:
     async def _decode(self, chunk: int, decoding: _Decoding, reads: Reads) -> None:
         """Fetch and decode a chunk, and keep it while it is read."""
         its, claims = self._chunks, decoding.claims
-        shard, pieces = int(its.shard[chunk]), its.pieces(chunk)
+        shard, (index, place) = int(its.shard[chunk]), its.owner(chunk)
+        pieces = index.pieces(place)
         sizes = [stop - start for start, stop in pieces]
         decoding.target = pages(sum(sizes))
         num_bytes = decoding.target + pages(int(its.chunk_bytes[chunk]))
@@ -361,13 +362,13 @@ class DecodeRows:
                 )
                 listed = self._source.shards[shard]
                 request = DecodeRequest(
-                    its.decode(chunk),
+                    index.decode,
                     its.noun,
-                    its.number(chunk),
+                    int(index.numbers[place]),
                     listed.size_bytes,
-                    its.parameters(chunk),
+                    tuple(index.parameters[place]),
                     pieces,
-                    its.expected(chunk),
+                    index.expected(place),
                     decoding.target,
                     exchange.num_bytes,
                 )

@@ -45,15 +45,16 @@ def decode_all(shards: Sequence[bytes], index: SampleIndex) -> list[bytes]:
         pieces = [
             (start, memoryview(shards[shard])[start:stop]) for start, stop in chunks.pieces(chunk)
         ]
+        owner, place = chunks.owner(chunk)
         stored = StoredChunk(
             f"{shard:03}",
-            chunks.number(chunk),
+            int(owner.numbers[place]),
             len(shards[shard]),
             pieces,
-            chunks.parameters(chunk),
+            tuple(owner.parameters[place]),
         )
-        columns = chunks.decode(chunk)(stored)
-        assert [Expected.of(column) for column in columns] == chunks.expected(chunk)
+        columns = owner.decode(stored)
+        assert [Expected.of(column) for column in columns] == owner.expected(place)
         decoded[shard] += b"".join(column.data.tobytes() for column in columns)
     return decoded
 

@@ -5,7 +5,7 @@ import io
 import tarfile
 
 import numpy as np
-from gyre_daemon.datasets.formats.tar_shards import scan_tar
+from gyre_daemon.datasets.formats.webdataset import scan_tar
 from gyre_daemon.datasets.scanning import Scanner, scan_workers
 from gyre_daemon.workers.compute_workers import ComputeServer
 

@@ -171,6 +171,11 @@ class FieldSpec:
         return replace(self.forms[schema], name=self.name) if self.forms else self
 
 
+def presence_of(name: str) -> FieldSpec:
+    """The indexed field that says which samples have the optional field of this name."""
+    return FieldSpec(name + PRESENT_SUFFIX, np.dtype(np.bool_), (), ragged=False, codec="indexed")
+
+
 def stored_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
     """The fields read from storage; in an index they come before the indexed ones."""
     return [spec for spec in fields if spec.codec != "indexed"]

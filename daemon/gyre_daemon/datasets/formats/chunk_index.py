@@ -24,25 +24,25 @@ import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import (
-    PRESENT_SUFFIX,
     Arrays,
-    CodecName,
     DamagedSample,
     Extents,
     FieldSpec,
     SampleIndex,
     array_of,
     is_servable,
+    presence_of,
 )
-from gyre_daemon.datasets.formats.sample_table import json_of, located_bounds
+from gyre_daemon.datasets.formats.sample_table import located_bounds
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.permutation import (
@@ -58,7 +58,12 @@ from gyre_daemon.storage.shard import Shard
 # decodes it and once in the cache; and rows within it are counted with 32 bits.
 MAX_CHUNK_BYTES = 2 << 30
 _MAX_REASON_CHARS = 300
-_CODECS: frozenset[CodecName] = frozenset(("bytes", "text", "json"))
+_Size = Annotated[int, msgspec.Meta(gt=0, le=MAX_CHUNK_BYTES)]
+_Codec = Literal["bytes", "text", "json"]
+# Name, dtype, shape, raggedness, codec, categories and media type of each field.
+_Field = tuple[str, str, tuple[_Size, ...], bool, _Codec, tuple[str, ...], str]
+_FIELDS = msgspec.json.Decoder(list[_Field])
+_DAMAGED = msgspec.json.Decoder(list[tuple[int, str]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +201,10 @@ def chunk_arrays(
         begin += count
     optional = np.flatnonzero(~present.all(axis=0)).astype(np.int64)
     described = [
-        [
-            spec.name,
-            spec.dtype.str,
-            list(spec.shape),
-            spec.ragged,
-            spec.codec,
-            spec.categories,
-            spec.media_type,
-        ]
+        (
+            *(spec.name, spec.dtype.str, spec.shape, spec.ragged),
+            *(spec.codec, spec.categories, spec.media_type),
+        )
         for spec in fields
     ]
     stored: dict[str, npt.NDArray[Any]] = {}
@@ -247,15 +247,13 @@ def damaged_chunks(arrays: Arrays) -> list[tuple[int, str]]:
     """
     if "damaged" not in arrays:
         return []
-    found = json_of(arrays, "damaged")
-    if not isinstance(found, list):
+    try:
+        found = _DAMAGED.decode(array_of(arrays, "damaged", np.uint8).tobytes())
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError("its damaged chunks are none") from error
+    if any(not 0 <= place < len(arrays["rows"]) for place, _ in found):
         raise ValueError("its damaged chunks are none")
-    places = len(arrays["rows"])
-    for each in found:
-        is_pair = isinstance(each, list) and len(each) == 2 and isinstance(each[1], str)
-        if not is_pair or type(each[0]) is not int or not 0 <= each[0] < places:
-            raise ValueError("its damaged chunks are none")
-    return [(place, reason) for place, reason in found]
+    return found
 
 
 def refuse_damaged(shards: Sequence[Shard], inspected: Sequence[Arrays], noun: str) -> None:
@@ -398,23 +396,22 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
     Raises:
         ValueError: a format of chunks has no such fields.
     """
-    fields = []
+    text = array_of(arrays, "fields", np.uint8)
     try:
-        for name, dtype, shape, ragged, codec, categories, media in json_of(arrays, "fields"):
-            is_shape = all(type(size) is int and 0 < size <= MAX_CHUNK_BYTES for size in shape)
-            kind = np.dtype(dtype)
-            is_number = kind.kind in "biuf" and kind.isnative
-            if not (is_shape and is_number and is_servable(name) and codec in _CODECS):
-                raise ValueError("its fields are no tensors")
-            if not all(isinstance(each, str) for each in categories):
-                raise ValueError("its categories are no names")
-            if not isinstance(media, str) or not media.isprintable():
-                raise ValueError("its media types are none")
-            its = tuple(shape), bool(ragged), codec
-            names = tuple(categories)
-            fields.append(FieldSpec(name, kind, *its, categories=names, media_type=media))
-    except TypeError as error:
+        described = _FIELDS.decode(text.tobytes())
+        kinds = [np.dtype(each[1]) for each in described]
+    except (msgspec.DecodeError, TypeError, RecursionError) as error:
         raise ValueError("its fields are no tensors") from error
+    fields = []
+    for (name, _, shape, ragged, codec, categories, media), kind in zip(
+        described, kinds, strict=True
+    ):
+        if not (kind.kind in "biuf" and kind.isnative and is_servable(name)):
+            raise ValueError("its fields are no tensors")
+        if not media.isprintable():
+            raise ValueError("its media types are none")
+        spec = FieldSpec(name, kind, shape, ragged=ragged, codec=codec)
+        fields.append(replace(spec, categories=categories, media_type=media))
     return fields
 
 
@@ -501,32 +498,14 @@ class Chunks:
         """Some of the chunks, by rising numbers; decoded shards lack the others."""
         return Chunks(self._scanned, self._owner[chosen], self._place[chosen], self.shard[chosen])
 
-    def decode(self, chunk: int) -> Decode:
-        """The decoder of a chunk."""
-        return self._of(chunk)[0].decode
+    def owner(self, chunk: int) -> tuple["ChunkIndex", int]:
+        """The index that knows how a chunk is decoded, and the number of the chunk there."""
+        return self._scanned[int(self._owner[chunk])], int(self._place[chunk])
 
     def pieces(self, chunk: int) -> list[tuple[int, int]]:
         """The bytes of its shard that a chunk is decoded from: first those that all chunks need."""
-        index, place = self._of(chunk)
+        index, place = self.owner(chunk)
         return index.pieces(place)
-
-    def number(self, chunk: int) -> int:
-        """The number of a chunk in its shard."""
-        index, place = self._of(chunk)
-        return int(index.numbers[place])
-
-    def parameters(self, chunk: int) -> tuple[int, ...]:
-        """Numbers of the scan that a chunk's decoder needs."""
-        index, place = self._of(chunk)
-        return tuple(index.parameters[place])
-
-    def expected(self, chunk: int) -> list[Expected]:
-        """The size and checksums of each stored field of a decoded chunk."""
-        index, place = self._of(chunk)
-        return index.expected(place)
-
-    def _of(self, chunk: int) -> tuple["ChunkIndex", int]:
-        return self._scanned[int(self._owner[chunk])], int(self._place[chunk])
 
 
 def chunks_of(index: SampleIndex) -> Chunks | None:
@@ -640,11 +619,13 @@ class ChunkIndex(SampleIndex):
 
     @cached_property
     def _fields(self) -> list[FieldSpec]:
-        bits = [spec.name for spec in self._columns if spec not in self._stored]
-        names = [*bits, *(self._columns[place].name + PRESENT_SUFFIX for place in self._optional)]
-        kind = np.dtype(np.bool_)
-        indexed = [FieldSpec(name, kind, (), ragged=False, codec="indexed") for name in names]
-        return [*self._stored, *indexed]
+        bits = [
+            FieldSpec(spec.name, spec.dtype, (), ragged=False, codec="indexed")
+            for spec in self._columns
+            if spec not in self._stored
+        ]
+        present = [presence_of(self._columns[place].name) for place in self._optional]
+        return [*self._stored, *bits, *present]
 
     def locate(self, sample_ids: Int64Array) -> Extents:
         chunk = np.searchsorted(self._first, sample_ids, side="right") - 1
@@ -707,7 +688,7 @@ class ChunkIndex(SampleIndex):
         return [(start, stop)] * (start < stop) + [(begin, end) for begin, end in some]
 
     def expected(self, chunk: int) -> list[Expected]:
-        """See `Chunks.expected`."""
+        """The size and checksums of each stored field of a decoded chunk."""
         rows = slice(int(self._first[chunk]), int(self._first[chunk + 1]))
         expected, ragged = [], 0
         for place, spec in enumerate(self._stored):

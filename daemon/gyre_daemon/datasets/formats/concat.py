@@ -36,6 +36,7 @@ from gyre_daemon.datasets.formats.base import (
     FieldSpec,
     SampleIndex,
     indexed_fields,
+    presence_of,
     stored_fields,
 )
 from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of, num_samples
@@ -52,7 +53,6 @@ from gyre_daemon.order.permutation import BlockTable, Int64Array, blocks_that_be
 from gyre_daemon.storage.shard import Shard
 
 SOURCE = "source"
-_BOOL = np.dtype(np.bool_)
 
 
 @dataclass(frozen=True)
@@ -553,11 +553,7 @@ def _fields_of(
             for schema, part in zip(schemas, parts, strict=True)
         )
     ]
-    present = [
-        FieldSpec(name + PRESENT_SUFFIX, _BOOL, (), ragged=False, codec="indexed")
-        for name in lacking
-    ]
-    return list(stored_fields(found)), [*indexed_fields(found), *present]
+    return list(stored_fields(found)), [*indexed_fields(found), *map(presence_of, lacking)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import (
-    PRESENT_SUFFIX,
     Arrays,
     CodecName,
     FieldSpec,
@@ -26,6 +25,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     array_of,
     corrupt,
+    presence_of,
 )
 from gyre_daemon.datasets.formats.chunk_index import DamagedPart, num_samples
 from gyre_daemon.datasets.formats.concat import assemble_union
@@ -172,7 +172,6 @@ def _without_quotes(
     return start + is_quoted, size, size - np.where(is_quoted, (has - 2) // 2, 0)
 
 
-_BOOL = np.dtype(np.bool_)
 _STORED: Mapping[str, tuple[str, CodecName]] = {
     "int64": ("<i8", "integer"),
     "float64": ("<f8", "number"),
@@ -252,7 +251,7 @@ class CsvFormat:
         absent = (size == 0) & is_number
         optional = np.flatnonzero(absent.any(axis=0))
         return SampleTable(
-            [*specs, *(_present(specs[place]) for place in optional)],
+            [*specs, *(presence_of(specs[place].name) for place in optional)],
             [len(scan["size"]) for scan in inspected],
             start,
             size,
@@ -293,11 +292,6 @@ def _check(arrays: Arrays, file_bytes: int) -> None:
 
 def _described(names: Sequence[str]) -> str:
     return f"the columns {names}"
-
-
-def _present(spec: FieldSpec) -> FieldSpec:
-    """Which records have a number in a column with empty cells."""
-    return FieldSpec(spec.name + PRESENT_SUFFIX, _BOOL, (), ragged=False, codec="indexed")
 
 
 def _spec(name: str, column_type: str, *, has_doubled: bool) -> FieldSpec:

@@ -26,6 +26,7 @@ from gyre_daemon.datasets.formats.base import (
     probe_heads,
 )
 from gyre_daemon.datasets.formats.sample_table import StridedIndex, json_of
+from gyre_daemon.datasets.formats.schemas import common_schema
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -192,11 +193,7 @@ def _probe(shards: Sequence[Shard]) -> ProbeSteps:
     """
     headers = yield from probe_heads(shards, _HEAD_BYTES, _read_header)
     starts, counts, rows = zip(*headers, strict=True)
-    row = rows[0]
-    for shard, its in zip(shards, rows, strict=True):
-        if its != row:
-            reason = f"its rows are {_text(its)}, and those of {shards[0].name} {_text(row)}"
-            raise _corrupt(shard, reason)
+    row = common_schema(shards, rows, _described)
     return {
         "start": np.array(starts, np.int64),
         "count": np.array(counts, np.int64),
@@ -240,8 +237,8 @@ def _read_header(shard: Shard, head: bytes, _file_bytes: int) -> tuple[int, int,
     return header.num_bytes, header.shape[0], [header.dtype.str, *header.shape[1:]]
 
 
-def _text(row: list[object]) -> str:
-    return f"{np.dtype(str(row[0])).name} {row[1:]}"
+def _described(row: list[object]) -> str:
+    return f"rows of {np.dtype(str(row[0])).name} {row[1:]}"
 
 
 def _corrupt(shard: Shard, reason: str) -> CorruptSample:

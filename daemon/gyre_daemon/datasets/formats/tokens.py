@@ -35,6 +35,7 @@ from gyre_daemon.datasets.formats.base import (
 )
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
 from gyre_daemon.datasets.formats.sample_table import SampleTable, StridedIndex
+from gyre_daemon.datasets.formats.schemas import common_schema
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -293,13 +294,7 @@ def read_megatron_head(shard: Shard, head: bytes, file_bytes: int) -> MegatronIn
 def megatron_header(
     shard: Shard, index: MegatronIndex, last_length: bytes, last_begin: bytes
 ) -> TokenHeader:
-    """The whole shard as one stream of ids.
-
-    Args:
-        shard: the `.bin` file.
-        index: the head of its index.
-        last_length: the bytes of the first of `index.last_entries`.
-        last_begin: the bytes of the second.
+    """The whole shard as one stream of ids, by the bytes of the index's `last_entries`.
 
     Raises:
         CorruptSample: the sequences do not end where the shard does.
@@ -316,12 +311,7 @@ def megatron_header(
 def read_documents(
     shard: Shard, index: MegatronIndex, tables: Sequence[bytes]
 ) -> npt.NDArray[np.int64]:
-    """Where each document begins, and where the last one ends.
-
-    Args:
-        shard: the `.bin` file.
-        index: the head of its index.
-        tables: the bytes of `index.tables`.
+    """Where each document begins, and where the last one ends, by the bytes of `index.tables`.
 
     Returns:
         int64 [documents + 1], in bytes of the shard.
@@ -354,10 +344,6 @@ def read_documents(
     return found
 
 
-PROBE_VERSION = "tokens-headers/1"
-_SUFFIX = ".bin"
-
-
 def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
     """The headers of the shards, or of the Megatron indexes next to them.
 
@@ -365,7 +351,7 @@ def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
         CorruptSample: a shard is no file of token ids, or contradicts its header.
     """
     headers = yield from probe_heads(shards, HEAD_BYTES, read_head)
-    if not any(header.kind for header in headers) and shards[0].name.endswith(_SUFFIX):
+    if not any(header.kind for header in headers) and shards[0].name.endswith(".bin"):
         first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], INDEX_SUFFIX, is_optional=True)
         if first and first.pieces[0].startswith(OLD_IDX_MAGIC):
             raise not_ids(
@@ -376,15 +362,18 @@ def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
             )
         if first and first.pieces[0].startswith(IDX_MAGIC):
             headers = yield from _probe_megatron(shards)
-    return _to_arrays(headers)
+    kinds, dtypes, *numbers = zip(*headers, strict=True)
+    return {
+        "kind": np.array(kinds, np.str_),
+        "dtype": np.array(dtypes, np.str_),
+        "numbers": np.array(numbers, np.int64),
+    }
 
 
-def to_headers(arrays: Arrays) -> list[TokenHeader]:
-    """The headers that `probe_headers` returned, one for each shard."""
+def _headers_of(arrays: Arrays) -> list[TokenHeader]:
     kinds, dtypes = arrays["kind"].tolist(), arrays["dtype"].tolist()
-    return [
-        TokenHeader(*each) for each in zip(kinds, dtypes, *arrays["numbers"].tolist(), strict=True)
-    ]
+    numbers = arrays["numbers"].tolist()
+    return [TokenHeader(*each) for each in zip(kinds, dtypes, *numbers, strict=True)]
 
 
 def check_headers(arrays: Arrays, shards: Sequence[Shard]) -> None:
@@ -408,15 +397,6 @@ def check_headers(arrays: Arrays, shards: Sequence[Shard]) -> None:
         raise ValueError("its headers point outside the shards")
 
 
-def _to_arrays(headers: Sequence[TokenHeader]) -> Arrays:
-    kinds, dtypes, *numbers = zip(*headers, strict=True)
-    return {
-        "kind": np.array(kinds, np.str_),
-        "dtype": np.array(dtypes, np.str_),
-        "numbers": np.array(numbers, np.int64),
-    }
-
-
 def _probe_megatron(
     shards: Sequence[Shard],
 ) -> Generator[ProbeRequest, ProbeResponse | None, list[TokenHeader]]:
@@ -429,9 +409,6 @@ def _probe_megatron(
     assert response is not None
     entries = response.pieces
     return list(map(megatron_header, shards, indexes, entries[::2], entries[1::2]))
-
-
-DOCUMENTS_VERSION = "tokens-documents/1"
 
 
 def probe_documents(shards: Sequence[Shard]) -> ProbeSteps:
@@ -555,16 +532,16 @@ class TokensFormat:
     @property
     def inspection(self) -> Probe | None:
         if self._options.samples == "documents":
-            return Probe(DOCUMENTS_VERSION, probe_documents, check_documents)
+            return Probe("tokens-documents/1", probe_documents, check_documents)
         if self._options.header_bytes is not None:
             return None
-        return Probe(PROBE_VERSION, probe_headers, check_headers)
+        return Probe("tokens-headers/1", probe_headers, check_headers)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         if self._options.samples == "documents":
             return _documents(self._options, shards, inspected[0])
         if inspected:
-            return _index(self._options, shards, to_headers(inspected[0]))
+            return _index(self._options, shards, _headers_of(inspected[0]))
         start = self._options.header_bytes or 0
         headers = [TokenHeader("", "", start, max(start, shard.size_bytes), 0) for shard in shards]
         return _index(self._options, shards, headers)
@@ -633,34 +610,26 @@ def _common_dtype(
         ConfigError: neither says the type, or the options contradict a header.
         CorruptSample: a shard has another header than the first one.
     """
-    pairs = list(zip(shards, headers, strict=True))
-    pairs = [pair for pair in pairs if pair[0].size_bytes] or pairs[:1]
-    first, declared = pairs[0]
-    for shard, header in pairs:
-        if (header.kind, header.dtype) != (declared.kind, declared.dtype):
-            reason = (
-                f"it has {_describe(header)}, and shard {first.name} has {_describe(declared)}; "
-                "serve them as two datasets"
-            )
-            raise CorruptSample(
-                f"shard {shard.name} does not fit: {reason}",
-                {"shard": shard.name, "reason": reason},
-            )
-    if not (declared.dtype or options.dtype):
+    pairs = zip(shards, headers, strict=True)
+    kinds = [header[:2] if shard.size_bytes else None for shard, header in pairs]
+    kind, dtype = common_schema(shards, kinds, _describe) or headers[0][:2]
+    first = next((shard for shard in shards if shard.size_bytes), shards[0])
+    if not (dtype or options.dtype):
         raise ConfigError(
             f"`dtype` is missing: shard {first.name} of this tokens dataset has no header that "
             f"says how its ids are stored. Set it to one of {', '.join(DTYPES)}"
         )
-    if declared.dtype and options.dtype and declared.dtype != options.dtype:
+    if dtype and options.dtype and dtype != options.dtype:
         raise ConfigError(
-            f"`dtype` is {options.dtype}, but shard {first.name} has {_describe(declared)}; remove "
-            "`dtype`, or correct it"
+            f"`dtype` is {options.dtype}, but shard {first.name} has {_describe((kind, dtype))}; "
+            "remove `dtype`, or correct it"
         )
-    return declared.dtype or options.dtype
+    return dtype or options.dtype
 
 
-def _describe(header: TokenHeader) -> str:
-    return f"a {header.kind} header of {header.dtype} ids" if header.kind else "no header"
+def _describe(header: tuple[str, str]) -> str:
+    kind, dtype = header
+    return f"a {kind} header of {dtype} ids" if kind else "no header"
 
 
 def _check_shard(shard: Shard, header: TokenHeader, dtype: np.dtype[np.generic]) -> None:
