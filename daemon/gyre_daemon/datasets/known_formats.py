@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gyre_daemon.config import DatasetConfig, check_keys
 from gyre_daemon.datasets.formats import Format, FormatEntry, ListedFormat
-from gyre_daemon.datasets.formats.base import AUDIO, IMAGES, Arrays, Probe, Scan
+from gyre_daemon.datasets.formats.base import AUDIO, IMAGES, Arrays, NoOptions, Probe, Scan
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.plug_ins import entry_point, entry_points_of, included, load_script_object
 
@@ -31,7 +31,7 @@ _FORMATS: Mapping[str, tuple[str, str, str, str]] = {
     "text": (
         "lines",
         "TextFormat",
-        "LinesOptions",
+        "NoOptions",
         "*.{txt,text,txt.gz,text.gz,txt.zst,text.zst}",
     ),
     "jsonl": (
@@ -48,14 +48,14 @@ _FORMATS: Mapping[str, tuple[str, str, str, str]] = {
     "tfrecord": (
         "tfrecord",
         "TfrecordFormat",
-        "TfrecordOptions",
+        "NoOptions",
         "*.{tfrecord,tfrecords,tfrecord.gz,tfrecords.gz,tfrecord-*-of-*[0-9]}",
     ),
     "arrow": ("columnar", "ArrowFormat", "ColumnOptions", "*.{arrow,arrows,ipc,feather}"),
     "arrayrecord": (
         "arrayrecord",
         "ArrayRecordFormat",
-        "ArrayRecordOptions",
+        "NoOptions",
         "*.{array_record,arrayrecord,riegeli,array_record-*-of-*[0-9]}",
     ),
     SINGLE_FILES: (
@@ -216,13 +216,8 @@ def script_format(path: str) -> FormatEntry:
         loaded = type(format_class.__name__, (format_class,), {"inspection": property(inspection)})
         return FormatEntry.of(loaded, options).make(keys, where)
 
-    options = getattr(format_class, "Options", _NoOptions)
+    options = getattr(format_class, "Options", NoOptions)
     return replace(FormatEntry.of(format_class, options), make=make)
-
-
-@dataclass(frozen=True)
-class _NoOptions:
-    """Of a format that takes none."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +229,7 @@ class _RunOfScript:
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
         format_class, _ = load_script_object(self.path)
-        entry = FormatEntry.of(format_class, getattr(format_class, "Options", _NoOptions))
+        entry = FormatEntry.of(format_class, getattr(format_class, "Options", NoOptions))
         inspection = getattr(entry.make(self.options, self.path), "inspection", None)
         if not isinstance(inspection, Scan):
             raise TypeError(f"format {shown_format(self.path)} scans no more")

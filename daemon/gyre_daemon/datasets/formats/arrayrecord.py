@@ -21,7 +21,6 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ import numpy.typing as npt
 from gyre_daemon.datasets.formats.base import (
     Arrays,
     FieldSpec,
+    NoOptions,
     Scan,
     corrupt,
     require_library,
@@ -44,6 +44,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
     lacking,
     num_rows,
+    text_column,
 )
 from gyre_daemon.storage.shard import Shard
 
@@ -81,14 +82,7 @@ _Lanes = npt.NDArray[np.uint64]
 
 
 class Chunk(NamedTuple):
-    """A chunk of a file.
-
-    Attributes:
-        start: its first byte.
-        stop: its end.
-        num_records: in it.
-        decoded_bytes: of all its records.
-    """
+    """A chunk at bytes `[start, stop)` of a file; `decoded_bytes` are of all its records."""
 
     start: int
     stop: int
@@ -150,14 +144,10 @@ def _swapped(lanes: _Lanes) -> _Lanes:
 
 
 def chunks_of(data: memoryview, start: int) -> Iterator[Chunk]:
-    """All chunks with records of a part of a file, by their headers, whose hashes are not compared.
-
-    Args:
-        data: whole chunks.
-        start: where they begin in the file.
+    """All chunks with records of whole chunks, by their headers, whose hashes are not compared.
 
     Raises:
-        ValueError: a chunk does not end within the data; says at which byte it begins.
+        ValueError: a chunk does not end within the data, which begins at `start` in the file.
     """
     position, end = start, start + len(data)
     while position < end:
@@ -197,11 +187,7 @@ def _without_block_headers(data: bytes, start: int) -> bytes:
 
 
 def footer_and_postscript(chunks: Sequence[Chunk], stop: int) -> tuple[int, bytes, bytes]:
-    """The end that makes an ArrayRecord file of a part of one.
-
-    Args:
-        chunks: at most `MAX_CHUNKS` of them, at their places in the new file.
-        stop: the end of the last one.
+    """The end that makes an ArrayRecord file of at most `MAX_CHUNKS` chunks, which stop there.
 
     Returns:
         Where the footer begins; the footer; and the last block of the file, which begins
@@ -247,11 +233,7 @@ def _varint(value: int) -> bytes:
 
 
 def numbers_of(message: bytes) -> dict[int, int]:
-    """The numbers of a message of protocol buffers, by their tags; other fields are left out.
-
-    Raises:
-        ValueError: it is no such message.
-    """
+    """The numbers of a message of protocol buffers, by their tags; other fields are left out."""
     numbers, position = {}, 0
     while position < len(message):
         tag, position = _read_varint(message, position)
@@ -266,11 +248,7 @@ def numbers_of(message: bytes) -> dict[int, int]:
 
 
 def inner_message(message: bytes) -> bytes:
-    """The first field of a message if it is a message, too; else empty.
-
-    Raises:
-        ValueError: it is no such message.
-    """
+    """The first field of a message if it is a message, too; else empty."""
     if message[:1] != b"\x0a":
         return b""
     size, position = _read_varint(message, 1)
@@ -299,11 +277,7 @@ _PLACES = re.compile(r"[;,] (?:chunk )?at |; reading ")
 
 
 def records_of(data: memoryview, start: int) -> list[bytes]:
-    """The records of whole chunks of a file.
-
-    Args:
-        data: the chunks.
-        start: where they begin in the file.
+    """The records of whole chunks, which begin at `start` in the file.
 
     Raises:
         ValueError: they are damaged; has the library's message.
@@ -408,14 +382,9 @@ def _first(data: bytes, start: int) -> bytes:
 
 
 def _entries(head: bytes, entries: Sequence[bytes], stop: int) -> list[Chunk]:
-    """The chunks that a footer names.
-
-    Args:
-        head: its first record.
-        entries: the others, for a chunk each.
-        stop: the end of the last chunk.
-    """
-    (version, num_chunks, num_records), rows = _counts(head), list(map(numbers_of, entries))
+    """The chunks that a footer names, by its records: the first one, and one for each chunk."""
+    counts, rows = numbers_of(inner_message(head)), list(map(numbers_of, entries))
+    version, num_chunks, num_records = (counts.get(tag, 0) for tag in (1, 2, 3))
     if version != VERSION:
         raise ValueError(f"it has version {version} of the format, and {VERSION} is known")
     starts = [row.get(1, 0) for row in rows] + [stop]
@@ -434,12 +403,6 @@ def _entries(head: bytes, entries: Sequence[bytes], stop: int) -> list[Chunk]:
                 "write smaller groups"
             )
     return [chunk for chunk in chunks if chunk.num_records]
-
-
-def _counts(head: bytes) -> tuple[int, int, int]:
-    """Version, chunks and records, from the message within the first record."""
-    counts = numbers_of(inner_message(head))
-    return counts.get(1, 0), counts.get(2, 0), counts.get(3, 0)
 
 
 def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
@@ -491,20 +454,9 @@ def _part(file: BinaryIO, start: int, stop: int) -> bytes:
 
 
 def decode_chunks(chunk: StoredChunk) -> Sequence[Column]:
-    """The records of a group of chunks; a `Decode`.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The records of a group of chunks; a `Decode`."""
     ((start, data),) = chunk.pieces
-    records = records_of(data, start)
-    ends = np.cumsum(np.fromiter(map(len, records), np.int64, len(records)))
-    return [Column(np.frombuffer(b"".join(records), np.uint8), ends)]
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayRecordOptions:
-    """The keys of an `arrayrecord` dataset: none."""
+    return [text_column(records_of(data, start))]
 
 
 class ArrayRecordFormat(ChunkFormat):
@@ -520,7 +472,7 @@ class ArrayRecordFormat(ChunkFormat):
         """See `FormatEntry.recognises`: Riegeli's signature."""
         return head.startswith(SIGNATURE)
 
-    def __init__(self, options: ArrayRecordOptions) -> None:
+    def __init__(self, options: NoOptions) -> None:
         """Refuse to start without the library that reads such files.
 
         Raises:

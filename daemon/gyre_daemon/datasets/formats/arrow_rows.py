@@ -26,6 +26,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     StoredChunk,
     chunk_arrays,
     lacking,
+    text_column,
 )
 from gyre_daemon.datasets.formats.schemas import Wanted
 from gyre_daemon.errors import ConfigError
@@ -404,8 +405,7 @@ def _documents(array: Any) -> Column:
     with warnings.catch_warnings(action="ignore"):
         values = array.to_pylist(maps_as_pydicts="lossy")
     documents = [json.dumps(value, separators=(",", ":")).encode() for value in values]
-    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
-    return Column(np.frombuffer(b"".join(documents), np.uint8), ends, _valid(array))
+    return replace(text_column(documents), present=_valid(array))
 
 
 def _plain(array: Any) -> Any:

@@ -707,6 +707,11 @@ def _never(_head: bytes) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The keys of a dataset whose format takes none."""
+
+
+@dataclass(frozen=True, slots=True)
 class FormatEntry:
     """A known format.
 

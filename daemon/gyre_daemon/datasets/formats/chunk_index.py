@@ -305,6 +305,12 @@ def lacking(fields: Sequence[FieldSpec], num_rows: int) -> list[Column | None]:
     return [Column(nothing, ends) if spec.ragged else None for spec in fields]
 
 
+def text_column(texts: Sequence[bytes]) -> Column:
+    """A column of texts or bytes, one for each row."""
+    ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
+    return Column(np.frombuffer(b"".join(texts), np.uint8), ends)
+
+
 def num_rows(arrays: Arrays) -> int:
     """The rows of a shard."""
     return int(arrays["rows"].sum())

@@ -6,6 +6,7 @@ known when all lines of a file have been seen. A scan looks at each value until 
 known; then it parses lines as these kinds, which takes a fifth of the time.
 """
 
+import contextlib
 import functools
 import io
 import itertools
@@ -23,10 +24,12 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import (
     Arrays,
+    CodecName,
     FieldSpec,
     SampleIndex,
     Scan,
     check_names,
+    corrupt,
     may_be_array,
     ragged_fields,
     renamed,
@@ -42,6 +45,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     fields_of,
     lacking,
     num_rows,
+    text_column,
 )
 from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.lines import (
@@ -55,7 +59,6 @@ from gyre_daemon.datasets.formats.lines import (
     pieces_of,
     recognised,
     scan_lines,
-    text_column,
 )
 from gyre_daemon.datasets.formats.schemas import SchemaOptions
 from gyre_daemon.datasets.formats.values import check_json, lone_surrogate, without_surrogates
@@ -145,11 +148,7 @@ def _is_array(head: bytes) -> bool:
 
 
 def _whole(file: BinaryIO) -> bytes:
-    """All of a file with an array.
-
-    Raises:
-        ValueError: it is too large.
-    """
+    """All of a file with an array."""
     data = file.read(_MAX_ARRAY_BYTES + 1)
     if len(data) > _MAX_ARRAY_BYTES:
         raise ValueError(
@@ -162,12 +161,7 @@ def _whole(file: BinaryIO) -> bytes:
 def _check_is_records(head: bytes, num_lines: int | None = None) -> None:
     """Refuse a file named `.json` with one object: metadata, or an array within an object.
 
-    Args:
-        head: of the file, which is no array.
-        num_lines: of the file; None as long as unknown.
-
-    Raises:
-        ValueError: it has one line, or its first line is not the whole object.
+    It has one line, where the number is known, or its first line is not the whole object.
     """
     first, newline, _ = head.removeprefix(UTF8_MARK).lstrip(_SPACES).partition(b"\n")
     is_cut = bool(newline) and first.startswith(b"{") and not first.rstrip().endswith(b"}")
@@ -208,11 +202,7 @@ class JsonlOptions(SchemaOptions):
     surrogates: Literal["fail", "replace"] = "fail"
 
     def __post_init__(self) -> None:
-        """Refuse columns that no batch can have.
-
-        Raises:
-            ConfigError: says why.
-        """
+        """Refuse columns that no batch can have."""
         SchemaOptions.__post_init__(self)
         if "*" in self.columns and len(self.columns) > 1:
             raise ConfigError('`columns` has "*" and names; "*" alone serves all keys')
@@ -350,15 +340,10 @@ _NO_FRAMED_ARRAY = (
 
 
 class _Line(NamedTuple):
-    """A line of a file or a record of an array.
+    """A line of a file or a record of an array."""
 
-    Attributes:
-        name: its number in words, such as `line 1`.
-        offset: in the file; of a compressed one, that of its block.
-    """
-
-    name: str
-    offset: int
+    name: str  # its number in words, such as `line 1`
+    offset: int  # in the file; of a compressed one, that of its block
 
 
 _Where = Callable[[int], _Line]  # takes the number of a nonempty line within its block
@@ -388,17 +373,12 @@ def _texts_of(data: bytes, flags: int, *, replaces: bool) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Seen:
-    """A column of a file.
+    """A column of a file; by the places of chunks of R rows, what their values take."""
 
-    Attributes:
-        lines: for each kind of value, the first line with one.
-        sizes: of each chunk by its place: int64 [R, 2], bytes as text or list, and as JSON.
-        present: of each chunk by its place: bool [R].
-    """
-
-    lines: dict[_Written, _Line] = field(default_factory=dict)
+    lines: dict[_Written, _Line] = field(default_factory=dict)  # the first of each kind of value
+    # int64 [R, 2], bytes as text or list, and as JSON
     sizes: dict[int, np.ndarray] = field(default_factory=dict)
-    present: dict[int, np.ndarray] = field(default_factory=dict)
+    present: dict[int, np.ndarray] = field(default_factory=dict)  # bool [R]
 
     def add_typed(self, place: int, column: Column, num_rows: int) -> None:
         """Take a chunk whose values have the kind that those before had."""
@@ -408,11 +388,7 @@ class _Seen:
         self.present[place] = column.present
 
     def add(self, place: int, raws: Sequence[bytes], where: _Where) -> None:
-        """Take the values of a chunk.
-
-        Raises:
-            DamagedPart: one cannot be served.
-        """
+        """Take the values of a chunk, or refuse one that cannot be served."""
         sizes = []
         for row, raw in enumerate(raws):
             num_bytes = 0
@@ -439,11 +415,7 @@ class _Seen:
 
 
 def _seen(raw: bytes) -> tuple[_Written, int]:
-    """The kind of a value, and the bytes that it takes as text or as a list of numbers.
-
-    Raises:
-        ValueError, msgspec.DecodeError: it is a number beyond int64 or float64, or no value.
-    """
+    """The kind of a value, and the bytes that it takes as text or as a list of numbers."""
     value = msgspec.json.decode(raw)
     if isinstance(value, str):
         return "text", len(value.encode())
@@ -505,10 +477,8 @@ class JsonColumns:
         except ConfigError:
             raise
         except ValueError as error:
-            facts: dict[str, str | int] = {"shard": shard, "reason": str(error)}
-            if isinstance(error, DamagedPart):
-                facts["offset"] = error.offset
-            raise CorruptSample(f"shard {shard}: {error}", facts) from error
+            offset = error.offset if isinstance(error, DamagedPart) else None
+            raise corrupt(shard, offset, str(error)) from error
 
     def _scan(self, blocks: Iterator[Block], flags: int) -> Arrays:
         columns: dict[str, _Seen] = {}
@@ -528,15 +498,13 @@ class JsonColumns:
                 rows.append(len(texts))
                 pieces.append(block.pieces)
                 parameters.append((block.begin, len(block.data), flags))
-                if not typed or not _add_typed(columns, typed, place, texts):
-                    try:
-                        where = partial(_line, block, flags, before)
-                        self._add(columns, keys, place, texts, where)
-                    except ConfigError:
-                        raise
-                    except ValueError as error:
-                        damaged[place] = error
-                    typed = self._typed(columns)
+                where = partial(_line, block, flags, before)
+                try:
+                    typed = self._add(columns, keys, typed, place, texts, where)
+                except ConfigError:
+                    raise
+                except ValueError as error:
+                    damaged[place], typed = error, self._typed(columns)
             before += len(texts) if flags & _ARRAY else block.text.count(b"\n")
         is_lacking = not self.may_lack and any(key not in keys for _, key in self.pairs)
         if damaged and (is_lacking or len(damaged) == len(rows)):
@@ -556,15 +524,22 @@ class JsonColumns:
         self,
         columns: dict[str, _Seen],
         keys: dict[str, None],
+        typed: "TypedLines | None",
         place: int,
         texts: Sequence[bytes],
         where: _Where,
-    ) -> None:
-        """Take the lines of a chunk.
+    ) -> "TypedLines | None":
+        """Take the lines of a chunk; the parser of lines like these, if they are all known.
 
         Raises:
-            DamagedPart: one is no object, or has a value that cannot be served; with the line.
+            DamagedPart: one is no object, or has a value that cannot be served.
         """
+        if typed:
+            with contextlib.suppress(ValueError):  # one has a value of another kind
+                found = typed.columns(b"\n".join(texts))
+                for key, column in zip(typed.keys, found, strict=True):
+                    columns[key].add_typed(place, column, len(texts))
+                return typed
         rows = _rows_of(texts, where)
         its = dict.fromkeys(key for row in rows for key in row)
         keys.update(its)
@@ -576,6 +551,7 @@ class JsonColumns:
         for key in [key for _, key in self.pairs if key in its] if self.pairs else its:
             raws = [bytes(row[key]) if key in row else _NULL for row in rows]
             columns.setdefault(key, _Seen()).add(place, raws, where)
+        return self._typed(columns)
 
     def _typed(self, columns: Mapping[str, _Seen]) -> "TypedLines | None":
         """A parser of lines like the previous ones; None as long as too little is known."""
@@ -617,19 +593,6 @@ class JsonColumns:
         return served
 
 
-def _add_typed(
-    columns: Mapping[str, _Seen], typed: "TypedLines", place: int, texts: Sequence[bytes]
-) -> bool:
-    """Take the lines of a chunk, if all are like those before."""
-    try:
-        found = typed.columns(b"\n".join(texts))
-    except ValueError:
-        return False
-    for key, column in zip(typed.keys, found, strict=True):
-        columns[key].add_typed(place, column, len(texts))
-    return True
-
-
 _SCALARS: Mapping[TypeName, frozenset[_Written]] = {
     "int64": frozenset(("integer",)),
     "float64": frozenset(("integer", "float")),
@@ -645,26 +608,20 @@ _DTYPES = {"int64": _INT64, "float64": _FLOAT64, "bool": _BOOL, "text": _UINT8}
 
 
 def _spec_of(name: str, written: frozenset[_Written], wanted: TypeName | None) -> FieldSpec | None:
-    """The field of a column, from some of its values; None if they are not alike.
+    """The field of a column with values of these kinds; None if they are not alike.
 
-    Args:
-        name: of the field.
-        written: the kinds of the values.
-        wanted: the type that the operator declares, if any.
+    The operator may have declared a type, which is `wanted`.
     """
     if wanted == "json":
         return FieldSpec(name, _UINT8, (), ragged=True, codec="json")
     for kind in (wanted,) if wanted else _SCALARS:
         if written <= _SCALARS[kind]:
-            is_text = kind == "text"
-            codec: Literal["text", "bytes"] = "text" if is_text else "bytes"
-            return FieldSpec(name, _DTYPES[kind], (), ragged=is_text, codec=codec)
+            codec: CodecName = "text" if kind == "text" else "bytes"
+            return FieldSpec(name, _DTYPES[kind], (), ragged=kind == "text", codec=codec)
     for kind in (wanted,) if wanted else _LISTS:
         if written <= _LISTS.get(kind, frozenset()):
             return FieldSpec(name, _DTYPES[kind], (), ragged=True, codec="bytes")
-    if wanted is None and written <= _DOCUMENTS:
-        return FieldSpec(name, _UINT8, (), ragged=True, codec="json")
-    return None
+    return None if wanted or not written <= _DOCUMENTS else _spec_of(name, written, "json")
 
 
 _WORDS: Mapping[_Written, str] = {
@@ -756,12 +713,7 @@ def _plain(start: int, data: bytes) -> Block:
 
 
 def decode_columns(typed: "TypedLines", replaces: bool, chunk: StoredChunk) -> Sequence[Column]:
-    """The columns of a chunk; a `Decode`, once the others are set.
-
-    Args:
-        typed: the stored fields.
-        replaces: whether lone surrogates are replaced.
-        chunk: lines or records.
+    """The columns of a chunk of lines or records; a `Decode`, once the others are set.
 
     Raises:
         ValueError: a line is no object, or has other values than when it was indexed.

@@ -23,6 +23,7 @@ import numpy as np
 from gyre_daemon.datasets.formats.base import (
     Arrays,
     FieldSpec,
+    NoOptions,
     SampleIndex,
     Scan,
     corrupt,
@@ -35,6 +36,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     check_chunks,
     chunk_arrays,
     num_samples,
+    text_column,
 )
 from gyre_daemon.datasets.formats.sample_table import SampleTable, check_extents
 from gyre_daemon.datasets.formats.schemas import are_compressed
@@ -289,22 +291,11 @@ def _framed(file: BinaryIO) -> Iterator[Block]:
     yield unfinished or current
 
 
-def text_column(lines: Sequence[bytes]) -> Column:
-    """A column of texts, one for each row."""
-    ends = np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)))
-    return Column(np.frombuffer(b"".join(lines), np.uint8), ends)
-
-
 def decode_lines(keeps_empty: bool, chunk: StoredChunk) -> Sequence[Column]:
     """The lines of a block of a compressed file; a `Decode`, once `keeps_empty` is set."""
     begin, stop = chunk.parameters
     data = decompress(chunk.pieces)[begin:stop]
     return [text_column(lines_of(data, keeps_empty=keeps_empty))]
-
-
-@dataclass(frozen=True, slots=True)
-class LinesOptions:
-    """The keys of a `text` dataset: none."""
 
 
 class TextFormat:
@@ -316,7 +307,7 @@ class TextFormat:
     _keeps_empty = True
     _version = 1
 
-    def __init__(self, options: LinesOptions) -> None:
+    def __init__(self, options: NoOptions) -> None:
         """There is nothing to choose."""
 
     @property

@@ -11,7 +11,6 @@ offset ("masked") so that a checksum of checksums is no constant. All numbers ar
 import io
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -20,6 +19,7 @@ from gyre_daemon.datasets.formats.base import (
     Arrays,
     DamagedSample,
     FieldSpec,
+    NoOptions,
     Scan,
     array_of,
     corrupt,
@@ -37,11 +37,6 @@ _PIECE_BYTES = 1 << 20
 _FIELD = FieldSpec("record", np.dtype(np.uint8), (), ragged=True, codec="bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class TfrecordOptions:
-    """The keys of a `tfrecord` dataset: none."""
-
-
 class TfrecordFormat:
     """A `Format` that reads each file once and compares all checksums."""
 
@@ -53,7 +48,7 @@ class TfrecordFormat:
         """See `FormatEntry.recognises`: a length and its checksum."""
         return len(head) >= _HEAD.size and _is_head(head)
 
-    def __init__(self, options: TfrecordOptions) -> None:
+    def __init__(self, options: NoOptions) -> None:
         """Refuse to start without the library that computes the checksums.
 
         Raises:
