@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -127,8 +126,7 @@ class DecodedShards(MadeStorage):
         return [chunk for chunk in sorted(self.failures) if self._chunks.shard[chunk] == shard]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedShard:
+class CheckedShard(Struct, frozen=True):
     """The findings in one shard.
 
     Attributes:
@@ -218,41 +216,40 @@ class SampleChecker:
         scanner = Scanner(self._processes)
         try:
             for number in numbers:
-                fields = await compute(work.fields_of, number)
-                decoded = isinstance(work.storage, DecodedShards) and work.num_samples(number) > 0
-                if fields is None and not decoded:
-                    results.put_nowait(work.result(number))
-                    continue
-                key = work.key(number, fields)
-                arrays = None if work.refresh else await self._load(work, number, key)
-                if arrays is None:
-                    try:
-                        if fields is None:
-                            arrays = to_arrays(())
-                        else:
-                            arrays = await scanner.scan(fields.run, work.storage, number)
-                    except CorruptSample as failure:
-                        results.put_nowait(work.result(number, failure=failure))
-                        continue
-                    arrays = await work.as_stored(number, arrays, was_read=fields is not None)
-                    if work.is_certain(number):
-                        local = work.storage.local_file(number)
-                        await self._sidecars.try_to_save(key, local, arrays)
-                damages = from_arrays(arrays, work.num_samples(number))
-                media, num_bytes = {}, 0
-                if fields is not None:
-                    media = media_of(arrays) if work.check_media else {}
-                    is_read = [not spec.media_type.startswith("video/") for spec in fields.specs]
-                    num_bytes = int(fields.size[:, is_read].sum())
-                results.put_nowait(work.result(number, num_bytes, damages, media=media))
+                results.put_nowait(await self._checked(work, number, scanner))
         except Exception as error:
             results.put_nowait(error)
         finally:
             scanner.kill()
 
-    async def _load(self, work: "_Work", number: int, key: SidecarKey) -> Arrays | None:
-        local, check = work.storage.local_file(number), partial(_check, work.num_samples(number))
-        return await self._sidecars.load(key, local, check)
+    async def _checked(self, work: "_Work", number: int, scanner: Scanner) -> CheckedShard:
+        """The findings in a shard, of before or of now."""
+        fields, num_samples = await compute(work.fields_of, number), work.num_samples(number)
+        result = CheckedShard(number, int(work.bounds[number]), num_samples, 0, ())
+        if fields is None and not (work.decoded and num_samples):
+            return result
+        key, local = work.key(number, fields), work.storage.local_file(number)
+        check = partial(_check, num_samples)
+        arrays = None if work.refresh else await self._sidecars.load(key, local, check)
+        if arrays is None:
+            arrays = to_arrays(())
+            try:
+                if fields is not None:
+                    arrays = await scanner.scan(fields.run, work.storage, number)
+                elif work.decoded:
+                    await work.decoded.drain(number)
+            except CorruptSample as failure:
+                return replace(result, failure=failure)
+            arrays, is_certain = work.as_stored(number, arrays)
+            if is_certain:
+                await self._sidecars.try_to_save(key, local, arrays)
+        result = replace(result, damages=from_arrays(arrays, num_samples))
+        if fields is None:
+            return result
+        is_read = [not spec.media_type.startswith("video/") for spec in fields.specs]
+        num_bytes = int(fields.size[:, is_read].sum())
+        media = media_of(arrays) if work.check_media else {}
+        return replace(result, num_bytes=num_bytes, media=media)
 
 
 class _Work(Struct, frozen=True):
@@ -266,6 +263,10 @@ class _Work(Struct, frozen=True):
     fields: Sequence[FieldSpec]
     check_media: CheckMedia | None
     refresh: bool
+
+    @property
+    def decoded(self) -> DecodedShards | None:
+        return self.storage if isinstance(self.storage, DecodedShards) else None
 
     def num_samples(self, number: int) -> int:
         return int(self.bounds[number + 1] - self.bounds[number])
@@ -299,21 +300,18 @@ class _Work(Struct, frozen=True):
             self.check_media,
         )
 
-    def is_certain(self, number: int) -> bool:
-        """Whether another check of a shard finds the same: no process was lost that decoded it."""
-        storage = self.storage
-        failures = storage.failures_of(number) if isinstance(storage, DecodedShards) else ()
-        return not any("was_lost" in each.facts for each in failures)
+    def as_stored(self, number: int, arrays: Arrays) -> tuple[Arrays, bool]:
+        """The findings of a check, by the bytes of the stored shard, and if another finds the same.
 
-    async def as_stored(self, number: int, arrays: Arrays, *, was_read: bool) -> Arrays:
-        """The findings of a check, by the bytes of the shard as it is stored."""
-        if not isinstance(self.storage, DecodedShards):
-            return arrays
-        if not was_read:
-            await self.storage.drain(number)
-        first = int(self.bounds[number])
+        That is not known where a process was lost that decoded the shard.
+        """
+        if not self.decoded:
+            return arrays, True
         damages = from_arrays(arrays, self.num_samples(number))
-        return {**arrays, **to_arrays(self.storage.as_stored(number, first, damages))}
+        found = self.decoded.as_stored(number, int(self.bounds[number]), damages)
+        failures = self.decoded.failures_of(number)
+        is_certain = not any("was_lost" in each.facts for each in failures)
+        return {**arrays, **to_arrays(found)}, is_certain
 
     def key(self, number: int, fields: ShardFields | None) -> SidecarKey:
         """Of the damage; it covers what is checked: other options of a format, other keys."""
@@ -338,24 +336,11 @@ class _Work(Struct, frozen=True):
             digest.update(self.index.digest())
         shard = self.storage.shards[number]
         version = "damage/1"
-        if isinstance(self.storage, DecodedShards):
-            digest.update(self.storage.identity)
+        if self.decoded:
+            digest.update(self.decoded.identity)
             version = "chunks/3"
         kind = f"{version} {digest.hexdigest()}"
         return SidecarKey(self.location, shard.name, shard.size_bytes, shard.version, kind)
-
-    def result(
-        self,
-        number: int,
-        num_bytes: int = 0,
-        damages: Sequence[Damage] = (),
-        failure: CorruptSample | None = None,
-        media: Mapping[str, int] | None = None,
-    ) -> CheckedShard:
-        first, num_samples = int(self.bounds[number]), self.num_samples(number)
-        return CheckedShard(
-            number, first, num_samples, num_bytes, damages, failure, media=media or {}
-        )
 
 
 def _check(num_samples: int, arrays: Arrays) -> None:
