@@ -82,6 +82,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -371,6 +372,25 @@ def array_of(
     if array is None or array.dtype != np.dtype(dtype) or array.ndim != num_dims:
         raise ValueError(f"its array `{name}` is missing or of another kind")
     return array
+
+
+# Of a JSON document among the arrays of a shard.
+MAX_JSON_BYTES = 4 << 20
+
+
+def json_of(arrays: Arrays, name: str, decoder: "msgspec.json.Decoder[T]", otherwise: str) -> T:
+    """A small JSON document among arrays that may be forged.
+
+    Raises:
+        ValueError: there is no such document; says so.
+    """
+    text = array_of(arrays, name, np.uint8)
+    try:
+        if len(text) <= MAX_JSON_BYTES:
+            return decoder.decode(text.tobytes())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(otherwise) from error
+    raise ValueError(otherwise)
 
 
 class SampleIndex(Protocol):

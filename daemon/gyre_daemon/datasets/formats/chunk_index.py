@@ -40,6 +40,7 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     array_of,
     is_servable,
+    json_of,
     presence_of,
 )
 from gyre_daemon.datasets.formats.sample_table import located_bounds
@@ -202,8 +203,13 @@ def chunk_arrays(
     optional = np.flatnonzero(~present.all(axis=0)).astype(np.int64)
     described = [
         (
-            *(spec.name, spec.dtype.str, spec.shape, spec.ragged),
-            *(spec.codec, spec.categories, spec.media_type),
+            spec.name,
+            spec.dtype.str,
+            spec.shape,
+            spec.ragged,
+            spec.codec,
+            spec.categories,
+            spec.media_type,
         )
         for spec in fields
     ]
@@ -247,10 +253,7 @@ def damaged_chunks(arrays: Arrays) -> list[tuple[int, str]]:
     """
     if "damaged" not in arrays:
         return []
-    try:
-        found = _DAMAGED.decode(array_of(arrays, "damaged", np.uint8).tobytes())
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError("its damaged chunks are none") from error
+    found = json_of(arrays, "damaged", _DAMAGED, "its damaged chunks are none")
     if any(not 0 <= place < len(arrays["rows"]) for place, _ in found):
         raise ValueError("its damaged chunks are none")
     return found
@@ -402,16 +405,13 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
     Raises:
         ValueError: a format of chunks has no such fields.
     """
-    text = array_of(arrays, "fields", np.uint8)
-    try:
-        described = _FIELDS.decode(text.tobytes())
-        kinds = [np.dtype(each[1]) for each in described]
-    except (msgspec.DecodeError, TypeError, RecursionError) as error:
-        raise ValueError("its fields are no tensors") from error
     fields = []
-    for (name, _, shape, ragged, codec, categories, media), kind in zip(
-        described, kinds, strict=True
-    ):
+    described = json_of(arrays, "fields", _FIELDS, "its fields are no tensors")
+    for name, dtype, shape, ragged, codec, categories, media in described:
+        try:
+            kind = np.dtype(dtype)
+        except TypeError as error:
+            raise ValueError("its fields are no tensors") from error
         if not (kind.kind in "biuf" and kind.isnative and is_servable(name)):
             raise ValueError("its fields are no tensors")
         if not media.isprintable():

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +26,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     array_of,
     corrupt,
+    json_of,
     presence_of,
 )
 from gyre_daemon.datasets.formats.chunk_index import DamagedPart, num_samples
@@ -34,7 +36,6 @@ from gyre_daemon.datasets.formats.sample_table import (
     SampleTable,
     check_columns,
     joined_columns,
-    json_of,
 )
 from gyre_daemon.datasets.formats.schemas import SchemaOptions, chosen_columns, common_schema
 from gyre_daemon.errors import ConfigError
@@ -43,6 +44,7 @@ from gyre_daemon.storage.shard import Shard
 _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
 # More than that without the end of a record is no table; it is kept in memory until the end comes.
 _MAX_RECORD_BYTES = 64 << 20
+_NAMES = msgspec.json.Decoder(list[str])
 
 Int64s = npt.NDArray[np.int64]
 
@@ -224,7 +226,7 @@ class CsvFormat:
         return Scan(f"delimited/1 {kind}", self._scan, num_samples, _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
-        known = {name for scan in inspected for name in json.loads(scan["names"].tobytes())}
+        known = {name for scan in inspected for name in _NAMES.decode(scan["names"].tobytes())}
         for column in self._options.types:
             if known and column not in known:
                 raise ConfigError(
@@ -235,7 +237,7 @@ class CsvFormat:
 
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """The index of shards that have the same columns."""
-        every: list[list[str]] = [json.loads(scan["names"].tobytes()) for scan in inspected]
+        every = [_NAMES.decode(scan["names"].tobytes()) for scan in inspected]
         names = common_schema(shards, [each or None for each in every], _described) or []
         chosen = chosen_columns(self._options, names, shards[0].name) if names else []
         places = [place for _, place in chosen]
@@ -281,9 +283,7 @@ class TsvFormat(CsvFormat):
 
 def _check(arrays: Arrays, file_bytes: int) -> None:
     """See `Scan.check`."""
-    names = json_of(arrays, "names")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("its columns have no names")
+    names = json_of(arrays, "names", _NAMES, "its columns have no names")
     check_columns(arrays, file_bytes, len(names))
     size, length = (array_of(arrays, name, np.int64, 2) for name in ("size", "length"))
     if length.shape != size.shape or (2 * length < size).any() or (length > size).any():

@@ -29,6 +29,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     array_of,
     corrupt,
+    json_of,
 )
 from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
@@ -214,11 +215,7 @@ def check_any(arrays: Arrays, file_bytes: int) -> None:
         if raw_bytes.shape != (1,) or not 0 <= raw_bytes[0] <= MAX_FRAME_BYTES:
             raise ValueError("it has no decompressed size")
         file_bytes = int(raw_bytes[0])
-    text = array_of(arrays, "columns", np.uint8)
-    try:
-        columns = _COLUMNS.decode(text.tobytes())
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError("its columns cannot be read") from error
+    columns = json_of(arrays, "columns", _COLUMNS, "its columns cannot be read")
     check_columns(arrays, file_bytes, len(columns))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import (
@@ -23,9 +24,10 @@ from gyre_daemon.datasets.formats.base import (
     ProbeSteps,
     array_of,
     check_names,
+    json_of,
     probe_heads,
 )
-from gyre_daemon.datasets.formats.sample_table import StridedIndex, json_of
+from gyre_daemon.datasets.formats.sample_table import StridedIndex
 from gyre_daemon.datasets.formats.schemas import common_schema
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
@@ -132,6 +134,7 @@ def is_shape(shape: Any) -> bool:
 
 # More than any accepted header; `parse_npy_header` needs to see all of it.
 _HEAD_BYTES = 10_240
+_ROW = msgspec.json.Decoder(list[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +207,8 @@ def _probe(shards: Sequence[Shard]) -> ProbeSteps:
 def _check(arrays: Arrays, shards: Sequence[Shard]) -> None:
     """See `Probe.check`."""
     start, count = (array_of(arrays, name, np.int64) for name in ("start", "count"))
-    row = json_of(arrays, "row")
-    if not isinstance(row, list) or not row or not isinstance(row[0], str):
+    row = json_of(arrays, "row", _ROW, "its rows have no dtype")
+    if not row or not isinstance(row[0], str):
         raise ValueError("its rows have no dtype")
     if not is_number_type(row[0]) or not is_shape(tuple(row[1:])):
         raise ValueError("its rows are no arrays of numbers")

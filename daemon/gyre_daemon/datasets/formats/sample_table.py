@@ -5,9 +5,7 @@ Also checks of arrays that were stored and may be forged: could an inspection ha
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,24 +120,6 @@ def check_ranges(
         or (start[:-1] + size[:-1] > start[1:]).any()
     ):
         raise ValueError("its ranges are not in sequence")
-
-
-def json_of(arrays: Arrays, name: str) -> Any:
-    """A small JSON document among the arrays.
-
-    Raises:
-        ValueError: there is no such document.
-    """
-    text = array_of(arrays, name, np.uint8)
-    if len(text) > _MAX_JSON_BYTES:
-        raise ValueError(f"its array `{name}` is too long")
-    try:
-        return json.loads(text.tobytes())
-    except RecursionError as error:
-        raise ValueError(f"its array `{name}` is nested too deeply") from error
-
-
-_MAX_JSON_BYTES = 4 << 20
 
 
 def joined_columns(

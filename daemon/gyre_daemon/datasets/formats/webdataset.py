@@ -41,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import (
+    MAX_JSON_BYTES,
     SHAPE_SUFFIX,
     TAKEN,
     Arrays,
@@ -51,6 +52,7 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
     corrupt,
     is_servable,
+    json_of,
     media_type_of,
     presence_of,
 )
@@ -246,7 +248,7 @@ _CHECKS = {"text": check_text, "json": check_json}
 _MAX_CHECKED_BYTES = 1 << 20
 # Limits on one shard's index, its arrays excepted. A dataset has some ten extensions, and a sample
 # may lack some of them.
-MAX_EXTENSIONS, MAX_META_BYTES = 1000, 4 << 20
+MAX_EXTENSIONS = 1000
 
 
 def codec_of(extension: str) -> CodecName:
@@ -412,7 +414,7 @@ class _IndexBuilder:
             "unsound": self.unsound,
         }
         text = json.dumps(meta).encode()
-        if len(text) > MAX_META_BYTES:
+        if len(text) > MAX_JSON_BYTES:
             reason = (
                 f"its samples have {len(self.kinds)} different sets of extensions, far more than "
                 "one dataset can have"
@@ -543,12 +545,7 @@ def _check_members(start: Int64Array, size: Int64Array, file_bytes: int) -> None
 
 
 def _read_meta(scan: Arrays) -> _Meta:
-    text = array_of(scan, "meta", np.uint8)
-    _require(len(text) <= MAX_META_BYTES, f"its meta data has {len(text)} bytes")
-    try:
-        meta = _META.decode(text.tobytes())
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError("its meta data is damaged") from error
+    meta = json_of(scan, "meta", _META, "its meta data is damaged")
     names = meta.extensions
     _require(
         len(names) <= MAX_EXTENSIONS and len(set(names)) == len(names) and all(names),
