@@ -12,13 +12,14 @@ import json
 import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from gyre_protos.text import printable
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from gyre_daemon.datasets.dataset import shard_bounds
@@ -126,7 +127,8 @@ class DecodedShards(MadeStorage):
         return [chunk for chunk in sorted(self.failures) if self._chunks.shard[chunk] == shard]
 
 
-class CheckedShard(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class CheckedShard:
     """The findings in one shard.
 
     Attributes:
@@ -225,9 +227,9 @@ class SampleChecker:
     async def _checked(self, work: "_Work", number: int, scanner: Scanner) -> CheckedShard:
         """The findings in a shard, of before or of now."""
         fields, num_samples = await compute(work.fields_of, number), work.num_samples(number)
-        result = CheckedShard(number, int(work.bounds[number]), num_samples, 0, ())
+        result = partial(CheckedShard, number, int(work.bounds[number]), num_samples)
         if fields is None and not (work.decoded and num_samples):
-            return result
+            return result(0, ())
         key, local = work.key(number, fields), work.storage.local_file(number)
         check = partial(_check, num_samples)
         arrays = None if work.refresh else await self._sidecars.load(key, local, check)
@@ -239,17 +241,16 @@ class SampleChecker:
                 elif work.decoded:
                     await work.decoded.drain(number)
             except CorruptSample as failure:
-                return replace(result, failure=failure)
+                return result(0, (), failure)
             arrays, is_certain = work.as_stored(number, arrays)
             if is_certain:
                 await self._sidecars.try_to_save(key, local, arrays)
-        result = replace(result, damages=from_arrays(arrays, num_samples))
+        damages = from_arrays(arrays, num_samples)
         if fields is None:
-            return result
+            return result(0, damages)
         is_read = [not spec.media_type.startswith("video/") for spec in fields.specs]
         num_bytes = int(fields.size[:, is_read].sum())
-        media = media_of(arrays) if work.check_media else {}
-        return replace(result, num_bytes=num_bytes, media=media)
+        return result(num_bytes, damages, media=media_of(arrays) if work.check_media else {})
 
 
 class _Work(Struct, frozen=True):
