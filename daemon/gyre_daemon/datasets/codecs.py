@@ -153,38 +153,35 @@ def _finish_default(spec: FieldSpec, scratch: memoryview, destination: memoryvie
     destination[:] = spec.default
 
 
+def _from_scratch(
+    finish: Finish, misfits: Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]
+) -> Codec:
+    """Bytes that all go to scratch memory, and are converted from there."""
+    return Codec(misfits, lambda stored, reserved: stored, finish)
+
+
+def _misfits_number(stored: Int64Array, reserved: Int64Array) -> npt.NDArray[np.bool_]:
+    return np.asarray((stored < 1) | (stored > MAX_NUMBER_CHARS))
+
+
 CODECS: Mapping[str, Codec] = {
     "bytes": _as_stored(),
     "ids": _as_stored(),  # `first_unknown_id` checks many samples at once
     "text": _as_stored(check_text, check_texts),
     "json": _as_stored(check_json, check_documents),
-    "integer": Codec(
-        misfits=lambda stored, reserved: np.asarray((stored < 1) | (stored > MAX_NUMBER_CHARS)),
-        scratch_bytes=lambda stored, reserved: stored,
-        finish=_finish_integer,
-    ),
-    "number": Codec(
-        misfits=lambda stored, reserved: np.asarray((stored < 1) | (stored > MAX_NUMBER_CHARS)),
-        scratch_bytes=lambda stored, reserved: stored,
-        finish=_finish_number,
-    ),
-    "quoted": Codec(
-        misfits=lambda stored, reserved: np.asarray(stored < reserved),
-        scratch_bytes=lambda stored, reserved: stored,
-        finish=_finish_quoted,
-    ),
+    "integer": _from_scratch(_finish_integer, _misfits_number),
+    "number": _from_scratch(_finish_number, _misfits_number),
+    "quoted": _from_scratch(_finish_quoted, np.less),
     # the header goes to scratch memory, the array straight to its destination
     "npy": Codec(
         misfits=lambda stored, reserved: np.asarray(
             (stored <= reserved) | (stored > reserved + _MAX_NPY_HEADER_BYTES)
         ),
-        scratch_bytes=lambda stored, reserved: stored - reserved,
+        scratch_bytes=np.subtract,
         finish=_finish_npy,
     ),
-    "cast": Codec(
-        misfits=lambda stored, reserved: np.asarray((stored < 1) != (reserved < 1)),
-        scratch_bytes=lambda stored, reserved: stored,
-        finish=_finish_cast,
+    "cast": _from_scratch(
+        _finish_cast, lambda stored, reserved: np.asarray((stored < 1) != (reserved < 1))
     ),
     "default": Codec(
         misfits=lambda stored, reserved: np.asarray(stored > 0),
@@ -435,21 +432,15 @@ def length_histograms(
         index.locate(ids[begin : begin + _AT_ONCE]).tensor_bytes[:, ragged]
         for begin in range(0, num_samples, _AT_ONCE)
     ]
-    specs = [stored[place] for place in ragged]
-    num_bytes = np.concatenate(parts)
-    return [
-        _histogram(spec.name, num_bytes[:, column] // max(spec.element_bytes, 1))
-        for column, spec in enumerate(specs)
-    ]
-
-
-def _histogram(field: str, lengths: Int64Array) -> LengthHistogram:
-    least, greatest = int(lengths.min()), int(lengths.max())
-    bounds = _bounds(least, greatest)
-    counts, _ = np.histogram(lengths, np.array(bounds, np.float64))
-    return LengthHistogram(
-        field, bounds, counts.tolist(), least, greatest, float(lengths.mean()), len(lengths)
-    )
+    histograms = []
+    for place, num_bytes in zip(ragged, np.concatenate(parts).T, strict=True):
+        lengths = num_bytes // max(stored[place].element_bytes, 1)
+        least, greatest, mean = int(lengths.min()), int(lengths.max()), float(lengths.mean())
+        bounds = _bounds(least, greatest)
+        counts = np.histogram(lengths, np.array(bounds, np.float64))[0].tolist()
+        name = stored[place].name
+        histograms.append(LengthHistogram(name, bounds, counts, least, greatest, mean, num_samples))
+    return histograms
 
 
 def _bounds(least: int, greatest: int) -> list[int]:

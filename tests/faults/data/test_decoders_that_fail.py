@@ -18,6 +18,7 @@ from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
+    ScannedChunk,
     StoredChunk,
     chunk_arrays,
 )
@@ -92,7 +93,7 @@ def run_on(
     contents = [bytes([order]) * ROWS for order in orders]
     (folder / "000").write_bytes(b"".join(contents))
     places = [[(ROWS * number, ROWS * (number + 1))] for number in range(len(orders))]
-    arrays = chunk_arrays([FIELD], [ROWS] * len(orders), places, [[None]] * len(orders))
+    arrays = chunk_arrays([FIELD], [ScannedChunk(ROWS, its, [None]) for its in places])
 
     async def run(opener: StorageOpener, decoders: Decoders) -> Any:
         source = await opener.open(parse_location(str(folder)), {}, "*")

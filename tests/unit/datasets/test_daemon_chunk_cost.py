@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.cost import CostQuery, CostReport, estimate_costs
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex, chunk_arrays
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex, ScannedChunk, chunk_arrays
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.permutation import window_of_chunks
 from gyre_daemon.order.planner import Order
@@ -21,7 +21,7 @@ ORDER = Order("block", "drop", 1, 50, 1 << 20, 9)
 def index() -> ChunkIndex:
     """60 chunks of 100 rows, each in one piece of 150 bytes."""
     pieces = [[(150 * number, 150 * (number + 1))] for number in range(NUM_CHUNKS)]
-    arrays = chunk_arrays([FIELD], [ROWS] * NUM_CHUNKS, pieces, [[None]] * NUM_CHUNKS)
+    arrays = chunk_arrays([FIELD], [ScannedChunk(ROWS, its, [None]) for its in pieces])
     return ChunkIndex([Shard("a", 9000, "1")], [arrays], lambda chunk: [], "piece", b"")
 
 

@@ -21,6 +21,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -39,10 +40,10 @@ from gyre_daemon.datasets.formats.chunk_index import (
     ChunkFormat,
     ChunkIndex,
     Column,
+    ScannedChunk,
     StoredChunk,
     check_chunks,
     chunk_arrays,
-    lacking,
     num_rows,
     text_column,
 )
@@ -337,15 +338,27 @@ def scan_file(shard: str, file: BinaryIO) -> Arrays:
         CorruptSample: it is no sound ArrayRecord file; with shard and offset.
     """
     size = file.seek(0, os.SEEK_END)
-    groups = list(_groups(_footer(shard, file, size)))
-    rows = [sum(chunk.num_records for chunk in group) for group in groups]
-    pieces = [[(group[0].start, group[-1].stop)] for group in groups]
-    ends, damaged = _ends(file, groups, rows)
-    columns = [
-        lacking([FIELD], count) if its is None else [Column(_NOTHING, its)]
-        for count, its in zip(rows, ends, strict=True)
-    ]
-    return chunk_arrays([FIELD], rows, pieces, columns, damaged=damaged)
+    chunks = []
+    window, begin = b"", 0
+    for group in _groups(_footer(shard, file, size)):
+        start, stop = group[0].start, group[-1].stop
+        chunk = ScannedChunk(sum(each.num_records for each in group), [(start, stop)])
+        if chunk.num_rows == len(group):
+            sizes = [each.decoded_bytes for each in group]
+        else:
+            if stop > begin + len(window):
+                begin = start
+                window = _part(file, begin, max(stop, begin + _WINDOW_BYTES))
+            data = memoryview(window)[start - begin : stop - begin]
+            try:
+                sizes = [len(record) for record in records_of(data, start)]
+                if len(sizes) != chunk.num_rows:
+                    raise ValueError("its records are not those of the footer")
+            except ValueError as error:
+                chunks.append(replace(chunk, damage=str(error)))
+                continue
+        chunks.append(replace(chunk, columns=[Column(_NOTHING, np.cumsum(sizes))]))
+    return chunk_arrays([FIELD], chunks)
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -418,33 +431,6 @@ def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         num_bytes += chunk.decoded_bytes
     if some:
         yield some
-
-
-def _ends(
-    file: BinaryIO, groups: Sequence[Sequence[Chunk]], rows: Sequence[int]
-) -> tuple[list[np.ndarray | None], dict[int, str]]:
-    """Where the records of each group end in its decoded bytes; and why some cannot be decoded."""
-    ends: list[np.ndarray | None] = []
-    damaged: dict[int, str] = {}
-    window, begin = b"", 0
-    for place, group in enumerate(groups):
-        if all(chunk.num_records == 1 for chunk in group):
-            ends.append(np.cumsum([chunk.decoded_bytes for chunk in group]))
-            continue
-        start, stop = group[0].start, group[-1].stop
-        if stop > begin + len(window):
-            begin = start
-            window = _part(file, begin, max(stop, begin + _WINDOW_BYTES))
-        data = memoryview(window)[start - begin : stop - begin]
-        try:
-            sizes = [len(record) for record in records_of(data, start)]
-            if len(sizes) != rows[place]:
-                raise ValueError("its records are not those of the footer")
-            ends.append(np.cumsum(sizes))
-        except ValueError as error:
-            damaged[place] = str(error)
-            ends.append(None)
-    return ends, damaged
 
 
 def _part(file: BinaryIO, start: int, stop: int) -> bytes:

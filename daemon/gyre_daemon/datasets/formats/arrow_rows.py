@@ -23,9 +23,9 @@ from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, check_names, co
 from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
     Column,
+    ScannedChunk,
     StoredChunk,
     chunk_arrays,
-    lacking,
     text_column,
 )
 from gyre_daemon.datasets.formats.schemas import Wanted
@@ -197,8 +197,7 @@ def with_children(kind: Any, change: Callable[[Any], Any]) -> Any:
 def _array_of(name: str, kind: Any, feature: Any) -> FieldSpec | None:
     """The field of an `Array2D` to `Array5D` of Hugging Face, which is in lists of lists.
 
-    Returns:
-        None if it is no such column, or its first dim differs from row to row.
+    None if it is no such column, or its first dim differs from row to row.
     """
     if not isinstance(feature, dict) or not str(feature.get("_type")).startswith("Array"):
         return None
@@ -215,11 +214,7 @@ def _array_of(name: str, kind: Any, feature: Any) -> FieldSpec | None:
 
 
 def _of_length(field: str, name: str, kind: Any, length: int) -> FieldSpec:
-    """The field of lists that all have one length, by the operator's word.
-
-    Raises:
-        ConfigError: the column has no lists of numbers.
-    """
+    """The field of lists that all have one length, by the operator's word."""
     spec = _field_of(field, kind)
     if spec is None or not _is_list(plain_type(kind)):
         raise ConfigError(
@@ -346,11 +341,7 @@ def column_of(chunks: Sequence[Any], spec: FieldSpec) -> Column:
 
 
 def _files(array: Any, name: str) -> Any:
-    """The bytes of structs of files.
-
-    Raises:
-        ValueError: one has its path alone.
-    """
+    """The bytes of structs of files, none of which has its path alone."""
     leaves = dict(zip((field.name for field in array.type), array.flatten(), strict=True))
     if "path" in leaves:
         check_no_paths(name, leaves["bytes"].is_null(), leaves["path"])
@@ -378,11 +369,7 @@ def check_no_paths(name: str, lacks_bytes: Any, paths: Any) -> None:
 
 
 def _nested(array: Any, spec: FieldSpec) -> npt.NDArray[np.uint8]:
-    """Arrays of one shape in lists of lists; zeros where one is missing.
-
-    Raises:
-        ValueError: one has another shape, or nulls.
-    """
+    """Arrays of one shape in lists of lists; zeros where one is missing."""
     is_there = np.asarray(array.is_valid())
     values = array.drop_null()
     for size in spec.shape:
@@ -613,7 +600,7 @@ def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
         head.append(message)
     if schema is None:
         raise ValueError("it has no schema")
-    return found.arrays() if found else chunk_arrays([], [], [], [])
+    return found.arrays() if found else chunk_arrays([], [])
 
 
 def _parsed(parse: Callable[..., Any], *arguments: Any) -> Any:
@@ -641,11 +628,7 @@ def _undecoded_schema(schema: Any) -> Any:
 
 
 def _batch(message: Any, schema: Any) -> Any:
-    """The record batch of a message, whose buffers are in its body; None if it is compressed.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The record batch of a message, whose buffers are in its body; None if it is compressed."""
     try:
         batch = pa.ipc.read_record_batch(message, schema)
     except OSError:  # its compressed data is damaged
@@ -677,14 +660,10 @@ class _Batches:
     def __init__(
         self, schema: Any, wanted: Wanted, first: Any, head: Sequence[Any], shared: tuple[int, int]
     ) -> None:
-        """Decide by the first record batch.
+        """Decide by the first record batch; `head` are all messages before it, and `shared` where.
 
-        Args:
-            schema: of the file.
-            wanted: which columns.
-            first: the first record batch.
-            head: all messages before it.
-            shared: where these are in the file.
+        Raises:
+            ConfigError: the columns do not fit.
         """
         self._columns, self._schema = served_columns(schema, wanted), _undecoded_schema(schema)
         self._specs = [column.spec for column in self._columns]
@@ -692,62 +671,50 @@ class _Batches:
         self.are_decoded = not are_stored or _batch(first, self._schema) is None
         self._head = b"".join(each.serialize() for each in head) if self.are_decoded else b""
         self._shared = shared if self.are_decoded else (0, 0)
-        self._rows, self._pieces = list[int](), list[list[tuple[int, int]]]()
-        self._places, self._damaged = list[list[tuple[int, int]]](), dict[int, str]()
-        self._found = list[Sequence[Column | None]]()
+        self._chunks: list[ScannedChunk] = []
 
     def add(self, message: Any, num_rows: int, offset: int, stop: int) -> None:
         """Take the record batch at bytes `[offset, stop)` of the file."""
         if self.are_decoded:
-            found, piece = self._decode(message, num_rows, stop), (offset, stop)
+            chunk = self._decode(message, ScannedChunk(num_rows, [(offset, stop)]), stop)
         else:
-            found, piece = self._find(message, stop), (stop - message.body.size, stop)
-        self._found.append(found)
-        self._rows.append(num_rows)
-        self._pieces.append([piece])
+            begin = stop - message.body.size
+            chunk = self._find(message, ScannedChunk(num_rows, [(begin, stop)]), begin)
+        self._chunks.append(chunk)
 
     def arrays(self) -> Arrays:
         """See `chunk_arrays`."""
-        return chunk_arrays(
-            self._specs,
-            self._rows,
-            self._pieces,
-            self._found,
-            self._shared,
-            damaged=self._damaged,
-            places=None if self.are_decoded else self._places,
-        )
+        return chunk_arrays(self._specs, self._chunks, self._shared)
 
-    def _decode(self, message: Any, num_rows: int, stop: int) -> Sequence[Column | None]:
+    def _decode(self, message: Any, chunk: ScannedChunk, stop: int) -> ScannedChunk:
         """Decode a record batch, and note where its rows end."""
         fixed = sum(spec.element_bytes for spec in self._specs if not spec.ragged)
-        if num_rows * fixed > MAX_CHUNK_BYTES:  # a damaged one may claim so
+        if chunk.num_rows * fixed > MAX_CHUNK_BYTES:  # a damaged one may claim so
             raise ValueError(_TOO_LARGE)
         try:
             batch = _decoded(self._head, message.serialize())
             its = _columns_of(batch, self._columns)
         except ValueError as error:
-            if num_rows > 8 * stop:
-                raise ValueError(f"a damaged record batch claims {num_rows} rows") from error
-            self._damaged[len(self._found)] = f"{error!s:.500}"
-            return lacking(self._specs, num_rows)
+            if chunk.num_rows > 8 * stop:
+                raise ValueError(f"a damaged record batch claims {chunk.num_rows} rows") from error
+            return replace(chunk, damage=str(error))
         if sum(column.data.nbytes for column in its) > MAX_CHUNK_BYTES:
             raise ValueError(_TOO_LARGE)
-        return [Column(_NO_DATA, column.ends, column.present) for column in its]
+        return replace(chunk, columns=[column.without_data for column in its])
 
-    def _find(self, message: Any, stop: int) -> Sequence[Column]:
+    def _find(self, message: Any, chunk: ScannedChunk, begin: int) -> ScannedChunk:
         """Find the columns of a record batch in the file."""
         batch = _batch(message, self._schema)
         if batch is None:
             raise ConfigError("some record batches are compressed and some are not; write it again")
-        moved = stop - message.body.size - message.body.address
+        moved = begin - message.body.address
         found = []
         for column in self._columns:
             array = batch.column(column.name)
             _parsed(array.validate)  # lengths, and sizes of buffers
             found.append(_stored_column(array, column.spec, moved))
-        self._places.append([(base, first) for base, first, _ in found])
-        return [each for _, _, each in found]
+        places = [(base, first) for base, first, _ in found]
+        return replace(chunk, columns=[each for _, _, each in found], places=places)
 
 
 def decode_batch(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
@@ -780,20 +747,11 @@ def _columns_of(batch: Any, columns: Sequence[ServedColumn]) -> list[Column]:
 
 
 def _stored_column(array: Any, spec: FieldSpec, moved: int) -> tuple[int, int, Column]:
-    """A served column of a record batch.
-
-    Args:
-        array: of the column.
-        spec: of its field.
-        moved: the difference of a place in the file and an address.
+    """A served column of a record batch, whose addresses become places in the file if `moved`.
 
     Returns:
         Where its values begin in the file; how far behind the first row begins; and the column,
         with data where they are no bytes of the file.
-
-    Raises:
-        ValueError: the record batch is damaged.
-        ConfigError: rows have no values that make a tensor.
     """
     kind, present = array.type, _valid(array)
     if types.is_struct(kind):  # of a file and its path
@@ -847,11 +805,7 @@ def _place_of(
 ) -> int:
     """The first byte of values of one size, 0 for none; lists of them may have no null element.
 
-    Args:
-        array: of numbers, or of lists of one size, also nested.
-        moved: see `_stored_column`.
-        present: which rows have a value; None for all.
-        offsets: of the rows among the values; None where each is one.
+    `offsets` are those of the rows among the values; None where each row is one.
     """
     is_first = offsets is None
     if offsets is None:

@@ -23,7 +23,7 @@ import hashlib
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -80,6 +80,37 @@ class Column:
     data: npt.NDArray[np.uint8]
     ends: Int64Array | None = None
     present: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def without_data(self) -> "Column":
+        """Where its rows end, and which are present."""
+        return Column(np.empty(0, np.uint8), self.ends, self.present)
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedChunk:
+    """A chunk of a scan.
+
+    Attributes:
+        num_rows: at least 1.
+        pieces: the bytes `[start, stop)` of the shard to decode.
+        columns: for each field; data is not looked at. None for a field that is not ragged and
+            present in all rows.
+        number: of the chunk in its shard; None for its place among those with rows.
+        parameters: numbers that its decoder needs.
+        damage: why it cannot be decoded; its rows have no bytes then. None if it can be.
+        places: for each field where its values begin in the shard, and how far behind that the
+            first row begins; None if chunks must be decoded. Columns of single booleans then have
+            data.
+    """
+
+    num_rows: int
+    pieces: Sequence[tuple[int, int]]
+    columns: Sequence[Column | None] = ()
+    number: int | None = None
+    parameters: Sequence[int] = ()
+    damage: str | None = None
+    places: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,30 +180,15 @@ def checksum(values: npt.NDArray[np.generic]) -> int:
 
 def chunk_arrays(
     fields: Sequence[FieldSpec],
-    num_rows: Sequence[int],
-    pieces: Sequence[Sequence[tuple[int, int]]],
-    columns: Sequence[Sequence[Column | None]],
+    chunks: Sequence[ScannedChunk],
     shared: tuple[int, int] = (0, 0),
-    numbers: Sequence[int] | None = None,
-    parameters: Sequence[Sequence[int]] | None = None,
-    damaged: Mapping[int, str] | None = None,
-    places: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Arrays:
     """The arrays of a scanned shard with C chunks of together R rows.
 
     Args:
         fields: of a row; of a ragged one every row has a length, also if it is not present.
-        num_rows: of each chunk.
-        pieces: of each chunk, the bytes `[start, stop)` of the shard to decode.
-        columns: of each chunk, a column for each field; their data is not looked at. None for a
-            field that is not ragged and present in all rows.
+        chunks: all of them.
         shared: bytes `[start, stop)` of the shard that all chunks need.
-        numbers: of the chunks in their shard, if it has others without a row.
-        parameters: of each chunk, numbers that its decoder needs; None for none.
-        damaged: why chunks cannot be decoded, by their places; their rows have no bytes.
-        places: of each chunk, for each field where its values begin in the shard, and how far
-            behind that the first row begins; None if chunks must be decoded. Columns of single
-            booleans then have data.
 
     Returns:
         fields: JSON of name, dtype, shape, raggedness, codec, categories and media type of each
@@ -186,20 +202,18 @@ def chunk_arrays(
             how far behind that their first rows do; bits: bool [R, single booleans]. Only with
             `places`.
     """
+    num_rows = [chunk.num_rows for chunk in chunks]
     total, ragged = sum(num_rows), [place for place, spec in enumerate(fields) if spec.ragged]
     ends = np.zeros((total, len(ragged)), np.uint32)
     present = np.ones((total, len(fields)), np.bool_)
     begin = 0
-    for count, its in zip(num_rows, columns, strict=True):
-        for column, place in enumerate(ragged):
-            found = its[place]
-            assert found is not None
-            assert found.ends is not None
-            ends[begin : begin + count, column] = found.ends
-        for place, found in enumerate(its):
-            if found is not None and found.present is not None:
-                present[begin : begin + count, place] = found.present
-        begin += count
+    for chunk in chunks:
+        rows = slice(begin, begin := begin + chunk.num_rows)
+        for place, column in enumerate(chunk.columns if chunk.damage is None else ()):
+            if column is not None and column.ends is not None:
+                ends[rows, ragged.index(place)] = column.ends
+            if column is not None and column.present is not None:
+                present[rows, place] = column.present
     optional = np.flatnonzero(~present.all(axis=0)).astype(np.int64)
     described = [
         (
@@ -213,35 +227,50 @@ def chunk_arrays(
         )
         for spec in fields
     ]
-    stored: dict[str, npt.NDArray[Any]] = {}
-    if places is not None:
-        table = np.array(places, np.int64).reshape(len(num_rows), len(fields), 2)
-        bits = [place for place, spec in enumerate(fields) if is_bit(spec)]
-        values = [np.concatenate([its[place].data for its in columns]) for place in bits]  # type: ignore[union-attr]
-        nothing = np.empty((total, 0), np.bool_)
-        stored = {
-            "base": table[:, :, 0].copy(),
-            "first": table[:, ragged, 1],
-            "bits": np.stack(values, axis=1).astype(np.bool_) if bits else nothing,
-        }
-    ranges = [piece for its in pieces for piece in its]
-    reasons = [[place, reason[:_MAX_REASON_CHARS]] for place, reason in (damaged or {}).items()]
-    text = np.frombuffer(json.dumps(reasons).encode(), np.uint8)
+    reasons = [
+        (place, chunk.damage[:_MAX_REASON_CHARS])
+        for place, chunk in enumerate(chunks)
+        if chunk.damage is not None
+    ]
+    texts = {"fields": described} | ({"damaged": reasons} if reasons else {})
+    numbers = [place if each.number is None else each.number for place, each in enumerate(chunks)]
+    ranges = [piece for chunk in chunks for piece in chunk.pieces]
+    num_parameters = len(chunks[0].parameters) if chunks else 0
     return {
-        **({"damaged": text} if reasons else {}),
-        **stored,
-        "fields": np.frombuffer(json.dumps(described).encode(), np.uint8),
-        "numbers": np.array(range(len(num_rows)) if numbers is None else numbers, np.int64),
+        **{
+            name: np.frombuffer(json.dumps(each).encode(), np.uint8) for name, each in texts.items()
+        },
+        **_places_of(fields, chunks),
+        "numbers": np.array(numbers, np.int64),
         "rows": np.array(num_rows, np.int64),
-        "num_pieces": np.array([len(its) for its in pieces], np.int64),
+        "num_pieces": np.array([len(chunk.pieces) for chunk in chunks], np.int64),
         "pieces": np.array(ranges, np.int64).reshape(-1, 2),
         "shared": np.array(shared, np.int64),
-        "parameters": np.array(parameters or [[]] * len(num_rows), np.int64).reshape(
-            len(num_rows), -1 if parameters else 0
+        "parameters": np.array([chunk.parameters for chunk in chunks], np.int64).reshape(
+            len(chunks), num_parameters
         ),
         "ends": ends,
         "optional": optional,
         "present": present[:, optional],
+    }
+
+
+def _places_of(fields: Sequence[FieldSpec], chunks: Sequence[ScannedChunk]) -> Arrays:
+    """The arrays `base`, `first` and `bits`; none where chunks are decoded."""
+    places = [chunk.places for chunk in chunks if chunk.places is not None]
+    if not places:
+        return {}
+    table = np.array(places, np.int64).reshape(len(chunks), len(fields), 2)
+    bits = [
+        np.concatenate([column.data for chunk in chunks if (column := chunk.columns[place])])
+        for place, spec in enumerate(fields)
+        if is_bit(spec)
+    ]
+    num_rows = sum(chunk.num_rows for chunk in chunks)
+    return {
+        "base": table[:, :, 0].copy(),
+        "first": table[:, [place for place, spec in enumerate(fields) if spec.ragged], 1],
+        "bits": np.array(bits, np.bool_).T.reshape(num_rows, len(bits)),
     }
 
 
@@ -299,13 +328,6 @@ class ChunkFormat(ABC):
     @abstractmethod
     def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """The index of all chunks; see `Format.assemble`."""
-
-
-def lacking(fields: Sequence[FieldSpec], num_rows: int) -> list[Column | None]:
-    """The columns of a chunk that cannot be decoded: rows without bytes."""
-    nothing = np.empty(0, np.uint8)
-    ends = np.zeros(num_rows, np.int64)
-    return [Column(nothing, ends) if spec.ragged else None for spec in fields]
 
 
 def text_column(texts: Sequence[bytes]) -> Column:

@@ -10,6 +10,7 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
@@ -26,10 +27,10 @@ from gyre_daemon.datasets.formats.chunk_index import (
     ChunkFormat,
     ChunkIndex,
     Column,
+    ScannedChunk,
     StoredChunk,
     check_chunks,
     chunk_arrays,
-    lacking,
     num_rows,
 )
 from gyre_daemon.datasets.formats.concat import assemble_union
@@ -87,30 +88,27 @@ def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
         # a table without rows may have columns of unknown types
         served = _rows().served_columns
         columns = served(opened.schema_arrow, wanted) if opened.metadata.num_rows else []
-        rows, pieces, found, numbers = [], [], [], []
-        damaged: dict[int, str] = {}
+        chunks = []
         shard_bytes = file.seek(0, os.SEEK_END)
         for number in range(opened.metadata.num_row_groups):
             group = opened.metadata.row_group(number)
             if not group.num_rows:
                 continue
             where = f"row group {number}"
-            rows.append(group.num_rows)
-            numbers.append(number)
-            pieces.append(_pieces(group, columns, shard_bytes))
+            pieces = _pieces(group, columns, shard_bytes)
             _check_size(columns, group.num_rows)
+            chunk = ScannedChunk(group.num_rows, pieces, number=number)
             try:
-                found.append(_inspect(opened, number, columns))
+                chunk = replace(chunk, columns=_inspect(opened, number, columns))
             except (ConfigError, MemoryError):
                 raise
             except Exception as error:
-                damaged[len(rows) - 1] = f"{error!s:.500}"
-                found.append(lacking([column.spec for column in columns], group.num_rows))
+                chunk = replace(chunk, damage=str(error))
+            chunks.append(chunk)
         where = "its footer"
         tail = opened.metadata.serialized_size + _TAIL_BYTES
         shared = shard_bytes - tail, shard_bytes
-        specs = [column.spec for column in columns]
-        return chunk_arrays(specs, rows, pieces, found, shared, numbers, damaged=damaged)
+        return chunk_arrays([column.spec for column in columns], chunks, shared)
     except (CorruptSample, ConfigError):
         raise
     except MemoryError as error:
@@ -196,10 +194,10 @@ def _inspect(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> lis
         read[column.spec.name] = its
         if column.is_file and its.present is not None:
             _check_no_paths(opened, number, column, its.present)
-    found = [read.get(column.spec.name) for column in columns]
-    if sum(each.data.nbytes for each in found if each is not None) > MAX_CHUNK_BYTES:
+    if sum(each.data.nbytes for each in read.values()) > MAX_CHUNK_BYTES:
         raise ValueError(_TOO_LARGE)
-    return found
+    bounds = {name: each.without_data for name, each in read.items()}
+    return [bounds.get(column.spec.name) for column in columns]
 
 
 def _may_lack(group: Any, column: "ServedColumn") -> bool:

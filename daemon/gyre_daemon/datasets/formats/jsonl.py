@@ -39,11 +39,11 @@ from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
     DamagedPart,
+    ScannedChunk,
     StoredChunk,
     check_chunks,
     chunk_arrays,
     fields_of,
-    lacking,
     num_rows,
     text_column,
 )
@@ -484,41 +484,34 @@ class JsonColumns:
         columns: dict[str, _Seen] = {}
         keys: dict[str, None] = {}
         typed: TypedLines | None = None
-        rows: list[int] = []
-        pieces: list[Sequence[tuple[int, int]]] = []
-        parameters: list[tuple[int, int, int]] = []
-        damaged: dict[int, ValueError] = {}
+        chunks: list[ScannedChunk] = []
+        failure: ValueError | None = None
         before = 0
         for block in blocks:
-            if not rows and flags & _COMPRESSED and _is_array(block.text):
+            if not chunks and flags & _COMPRESSED and _is_array(block.text):
                 raise ValueError(_NO_FRAMED_ARRAY)
             texts = _texts_of(block.text, flags, replaces=self.replaces_surrogates)
             if texts:
-                place = len(rows)
-                rows.append(len(texts))
-                pieces.append(block.pieces)
-                parameters.append((block.begin, len(block.data), flags))
+                cut = block.begin, len(block.data), flags
+                chunk = ScannedChunk(len(texts), block.pieces, parameters=cut)
                 where = partial(_line, block, flags, before)
                 try:
-                    typed = self._add(columns, keys, typed, place, texts, where)
+                    typed = self._add(columns, keys, typed, len(chunks), texts, where)
                 except ConfigError:
                     raise
                 except ValueError as error:
-                    damaged[place], typed = error, self._typed(columns)
+                    failure, typed = failure or error, self._typed(columns)
+                    chunk = replace(chunk, damage=str(error))
+                chunks.append(chunk)
             before += len(texts) if flags & _ARRAY else block.text.count(b"\n")
         is_lacking = not self.may_lack and any(key not in keys for _, key in self.pairs)
-        if damaged and (is_lacking or len(damaged) == len(rows)):
-            raise next(iter(damaged.values()))  # a damaged block may have the key
-        served = self._served(columns, keys) if rows else []
-        specs = [spec for spec, _ in served]
-        found = [
-            lacking(specs, count)
-            if place in damaged
-            else [column.column(spec, place, count) for spec, column in served]
-            for place, count in enumerate(rows)
-        ]
-        reasons = {place: str(error) for place, error in damaged.items()}
-        return chunk_arrays(specs, rows, pieces, found, parameters=parameters, damaged=reasons)
+        if failure and (is_lacking or all(chunk.damage for chunk in chunks)):
+            raise failure  # a damaged block may have the key
+        served = self._served(columns, keys) if chunks else []
+        for place, chunk in enumerate(chunks):
+            its = [column.column(spec, place, chunk.num_rows) for spec, column in served]
+            chunks[place] = replace(chunk, columns=its)
+        return chunk_arrays([spec for spec, _ in served], chunks)
 
     def _add(
         self,

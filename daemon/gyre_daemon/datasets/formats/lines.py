@@ -32,6 +32,7 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
+    ScannedChunk,
     StoredChunk,
     check_chunks,
     chunk_arrays,
@@ -341,18 +342,16 @@ class TextFormat:
 
     def _scan_frames(self, file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
         """The `chunk_arrays` of a compressed file."""
-        rows: list[int] = []
-        pieces, columns, cuts = [], [], []
+        chunks: list[ScannedChunk] = []
         for block in framed_blocks(file):
             lines = lines_of(block.text, keeps_empty=self._keeps_empty)
-            if not rows:
+            if not chunks:
                 check(next((line for line in lines if line), b""))
             if lines:
-                rows.append(len(lines))
-                pieces.append(block.pieces)
-                columns.append([text_column(lines)])
-                cuts.append((block.begin, len(block.data)))
-        return chunk_arrays([self._field], rows, pieces, columns, parameters=cuts)
+                cut = block.begin, len(block.data)
+                columns = [text_column(lines).without_data]
+                chunks.append(ScannedChunk(len(lines), block.pieces, columns, parameters=cut))
+        return chunk_arrays([self._field], chunks)
 
     def _check_line(self, line: bytes) -> None:
         check_text(line)

@@ -35,6 +35,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     ChunkIndex,
     Column,
     DamagedPart,
+    ScannedChunk,
     StoredChunk,
     chunk_arrays,
     num_samples,
@@ -226,15 +227,7 @@ def compressed_index(
     places: Sequence[int],
     identity: bytes,
 ) -> ChunkIndex:
-    """The index of compressed shards.
-
-    Args:
-        shards: of the dataset.
-        inspected: from `scan_any`.
-        specs: the served fields.
-        places: of their columns in the shards.
-        identity: see `ChunkIndex`.
-    """
+    """The index of compressed shards; `places` are those of the fields' columns in a shard."""
     decode = partial(decode_shard, tuple(zip(specs, places, strict=True)))
     parsed = [replace(spec, codec="bytes") if spec.codec in _PARSERS else spec for spec in specs]
     scans = []
@@ -244,18 +237,13 @@ def compressed_index(
             Column(_NO_DATA, np.cumsum(scan["size"][:, place])) if spec.ragged else None
             for spec, place in zip(specs, places, strict=True)
         ]
-        one = int(count > 0)
-        pieces = [[(0, shard.size_bytes)]] * one
-        scans.append(chunk_arrays(parsed, [count] * one, pieces, [columns] * one))
+        chunk = ScannedChunk(count, [(0, shard.size_bytes)], columns)
+        scans.append(chunk_arrays(parsed, [chunk] if count else []))
     return ChunkIndex(shards, scans, decode, "block of samples", identity)
 
 
 def decode_shard(fields: Sequence[tuple[FieldSpec, int]], chunk: StoredChunk) -> Sequence[Column]:
-    """The columns of a shard; a `Decode`, once the fields are set.
-
-    Args:
-        fields: the served ones, with the codecs of the stored columns, and their places.
-        chunk: the shard.
+    """The columns of a shard; a `Decode`, once the served fields and their places are set.
 
     Raises:
         ValueError: it is damaged.

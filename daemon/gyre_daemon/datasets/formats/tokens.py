@@ -235,17 +235,11 @@ _IDX_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class MegatronIndex:
-    """The head of an `.idx` file.
+    """The head of an `.idx` file."""
 
-    Attributes:
-        dtype: numpy's name of the type of an id.
-        num_sequences: in the `.bin` file.
-        num_bounds: how many places of documents there are, one more than documents.
-    """
-
-    dtype: str
-    num_sequences: int
-    num_bounds: int
+    dtype: str  # numpy's name
+    num_sequences: int  # in the `.bin` file
+    num_bounds: int  # how many places of documents there are, one more than documents
 
     @property
     def tables(self) -> tuple[range, range, range]:
@@ -265,12 +259,7 @@ class MegatronIndex:
 
 
 def read_megatron_head(shard: Shard, head: bytes, file_bytes: int) -> MegatronIndex:
-    """The index whose first `IDX_HEAD_BYTES` these are.
-
-    Raises:
-        CorruptSample: the file is no such index, has another version or dtype, or is shorter than
-            it says.
-    """
+    """The index whose first `IDX_HEAD_BYTES` these are, if it is one and as long as it says."""
     if len(head) < IDX_HEAD_BYTES or not head.startswith(IDX_MAGIC):
         raise not_ids(
             shard, "the .idx file next to it is no index of Megatron's, unlike the first shard's"
@@ -345,11 +334,7 @@ def read_documents(
 
 
 def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
-    """The headers of the shards, or of the Megatron indexes next to them.
-
-    Raises:
-        CorruptSample: a shard is no file of token ids, or contradicts its header.
-    """
+    """The headers of the shards, or of the Megatron indexes next to them."""
     headers = yield from probe_heads(shards, HEAD_BYTES, read_head)
     if not any(header.kind for header in headers) and shards[0].name.endswith(".bin"):
         first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], INDEX_SUFFIX, is_optional=True)
@@ -377,11 +362,7 @@ def _headers_of(arrays: Arrays) -> list[TokenHeader]:
 
 
 def check_headers(arrays: Arrays, shards: Sequence[Shard]) -> None:
-    """Refuse arrays that `probe_headers` cannot have returned for these shards.
-
-    Raises:
-        ValueError: they cannot be; says why.
-    """
+    """See `Probe.check`, of `probe_headers`."""
     names = [arrays.get(name) for name in ("kind", "dtype")]
     numbers = array_of(arrays, "numbers", np.int64, num_dims=2)
     if numbers.shape != (3, len(shards)):
@@ -412,12 +393,7 @@ def _probe_megatron(
 
 
 def probe_documents(shards: Sequence[Shard]) -> ProbeSteps:
-    """The places of the documents of all shards, by the Megatron indexes next to them.
-
-    Raises:
-        ConfigError: the first shard has no such index.
-        CorruptSample: an index contradicts its shard.
-    """
+    """The places of the documents of all shards, by the Megatron indexes next to them."""
     first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], INDEX_SUFFIX, is_optional=True)
     if not first or not first.pieces[0].startswith(IDX_MAGIC):
         raise ConfigError(
@@ -440,11 +416,7 @@ def probe_documents(shards: Sequence[Shard]) -> ProbeSteps:
 
 
 def check_documents(arrays: Arrays, shards: Sequence[Shard]) -> None:
-    """Refuse arrays that `probe_documents` cannot have returned for these shards.
-
-    Raises:
-        ValueError: they cannot be; says why.
-    """
+    """See `Probe.check`, of `probe_documents`."""
     dtypes, num_documents = arrays.get("dtype"), array_of(arrays, "num_documents", np.int64)
     start, size = array_of(arrays, "start", np.int64), array_of(arrays, "size", np.int64)
     if dtypes is None or dtypes.dtype.kind != "U" or dtypes.shape != (len(shards),):
@@ -604,12 +576,7 @@ def _field(options: TokensOptions, dtype: np.dtype[np.generic]) -> FieldSpec:
 def _common_dtype(
     options: TokensOptions, shards: Sequence[Shard], headers: Sequence[TokenHeader]
 ) -> str:
-    """The type of all ids, from the headers or the options, which must agree.
-
-    Raises:
-        ConfigError: neither says the type, or the options contradict a header.
-        CorruptSample: a shard has another header than the first one.
-    """
+    """The type of all ids, from the headers or the options, which must agree."""
     pairs = zip(shards, headers, strict=True)
     kinds = [header[:2] if shard.size_bytes else None for shard, header in pairs]
     kind, dtype = common_schema(shards, kinds, _describe) or headers[0][:2]

@@ -56,6 +56,7 @@ from gyre_daemon.datasets.formats.base import (
     media_type_of,
     presence_of,
 )
+from gyre_daemon.datasets.formats.chunk_index import num_samples
 from gyre_daemon.datasets.formats.npy import (
     MAX_ARRAY_BYTES,
     MAX_DIMS,
@@ -256,11 +257,6 @@ def codec_of(extension: str) -> CodecName:
     return _CODECS.get(extension.rpartition(".")[2], "bytes")
 
 
-def num_samples(scan: Arrays) -> int:
-    """How many samples a scanned shard has."""
-    return len(scan["size"])
-
-
 def scan_tar(shard: str, file: BinaryIO) -> Arrays:
     """The index of one shard of N samples, whose members have E extensions.
 
@@ -286,7 +282,8 @@ def scan_tar(shard: str, file: BinaryIO) -> Arrays:
         # it may have been told to go on behind the end
         offset = min(file.tell(), file.seek(0, io.SEEK_END))
         reason = f"it is no sound tar archive: {error}"
-        if _is_gzip(file):
+        file.seek(0)
+        if file.read(len(_GZIP)) == _GZIP:
             reason = f"it is no sound tar archive: it is compressed; call it {shard}.gz"
         raise corrupt(shard, offset, reason) from error
     return builder.finish()
@@ -473,11 +470,6 @@ class _IndexBuilder:
         flat.extend(header.shape)
 
 
-def _is_gzip(file: BinaryIO) -> bool:
-    file.seek(0)
-    return file.read(2) == _GZIP
-
-
 def _printable(name: str) -> str:
     """A name for messages."""
     return ascii(name)[1:-1][:200] if not name.isprintable() else name[:200]
@@ -512,7 +504,12 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
     Raises:
         ValueError: names the problem.
     """
-    meta = _read_meta(scan)
+    meta = json_of(scan, "meta", _META, "its meta data is damaged")
+    names = meta.extensions
+    _require(
+        len(names) <= MAX_EXTENSIONS and len(set(names)) == len(names) and all(names),
+        "its extensions are none",
+    )
     start, size, shape = (array_of(scan, name, np.int64, 2) for name in ("start", "size", "shape"))
     _require(
         start.shape == size.shape and start.shape[1] == len(meta.extensions),
@@ -542,16 +539,6 @@ def _check_members(start: Int64Array, size: Int64Array, file_bytes: int) -> None
     begins, ends = start[has], stop[has]
     order = begins.argsort(kind="stable")
     _require((begins[order[1:]] >= ends[order[:-1]]).all(), "it points twice to the same bytes")
-
-
-def _read_meta(scan: Arrays) -> _Meta:
-    meta = json_of(scan, "meta", _META, "its meta data is damaged")
-    names = meta.extensions
-    _require(
-        len(names) <= MAX_EXTENSIONS and len(set(names)) == len(names) and all(names),
-        "its extensions are none",
-    )
-    return meta
 
 
 def _check_arrays(meta: _Meta, size: Int64Array, shape: Int64Array) -> None:
@@ -591,16 +578,10 @@ _NAMES_ARE_TAKEN = f"{TAKEN}; name the other `fields` to serve, or rename it: `N
 
 @dataclass(frozen=True, slots=True)
 class TarField:
-    """A field to serve.
-
-    Attributes:
-        name: of the tensor.
-        extensions: of the members that may hold it, the preferred one first.
-        is_optional: whether samples may lack it.
-    """
+    """A field to serve, which samples may lack if it is optional."""
 
     name: str
-    extensions: tuple[str, ...]
+    extensions: tuple[str, ...]  # of the members that may hold it, the preferred one first
     is_optional: bool
 
     @property
@@ -739,19 +720,12 @@ def locate_fields(
 
 @dataclass(frozen=True, slots=True)
 class ArrayField:
-    """A field whose samples are npy arrays.
-
-    Attributes:
-        spec: of the field.
-        lengths: int64 [N], bytes of each array; None if all have the same.
-        shape: the spec of the indexed field of the shapes; None if the batch does not need them.
-        shapes: int64 [N, dims]; zeros for a sample without an array.
-    """
+    """A field whose samples are npy arrays."""
 
     spec: FieldSpec
-    lengths: Int64Array | None
-    shape: FieldSpec | None
-    shapes: Int64Array
+    lengths: Int64Array | None  # [N], bytes of each array; None if all have the same
+    shape: FieldSpec | None  # the indexed field of the shapes, if the batch needs them
+    shapes: Int64Array  # [N, dims]; zeros for a sample without an array
 
 
 def array_field(
