@@ -12,16 +12,13 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from gyre_daemon.config import DatasetConfig, check_keys
 from gyre_daemon.datasets.formats import Format, FormatEntry, ListedFormat
 from gyre_daemon.datasets.formats.base import AUDIO, IMAGES, Arrays, NoOptions, Probe, Scan
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.plug_ins import entry_point, entry_points_of, included, load_script_object
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 SINGLE_FILES = "files"  # the format of a folder with files in subfolders
 # The module of each format, its class, its options, and the pattern of its class.
@@ -151,7 +148,7 @@ def installed_format(name: str) -> FormatEntry | None:
         found = entry_points_of(GROUP, name)
     if not found:
         return None
-    packages = sorted({_package(entry) for entry in found})
+    packages = sorted({entry.dist.name if entry.dist else entry.module for entry in found})
     if len({entry.value for entry in found}) > 1:
         raise ConfigError(
             f"the format {name:.100} is declared by several packages: {', '.join(packages)}; "
@@ -234,7 +231,3 @@ class _RunOfScript:
         if not isinstance(inspection, Scan):
             raise TypeError(f"format {shown_format(self.path)} scans no more")
         return inspection.run(shard, file)
-
-
-def _package(entry: "EntryPoint") -> str:
-    return entry.dist.name if entry.dist else entry.module

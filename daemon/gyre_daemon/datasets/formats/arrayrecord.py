@@ -152,9 +152,9 @@ def chunks_of(data: memoryview, start: int) -> Iterator[Chunk]:
     """
     position, end = start, start + len(data)
     while position < end:
-        head = _without_block_headers(
-            bytes(data[position - start : position - start + _HEAD_BYTES]), position
-        )
+        head = bytes(data[position - start : position - start + _HEAD_BYTES])
+        border = -position % BLOCK_BYTES  # where a block header may interrupt it
+        head = head[:border] + head[border + _BLOCK_HEADER_BYTES :]
         if len(head) < _CHUNK_HEADER_BYTES:
             raise ValueError(f"the chunk at byte {position} is cut off")
         chunk = _chunk_of(head, position)
@@ -168,23 +168,13 @@ def chunks_of(data: memoryview, start: int) -> Iterator[Chunk]:
 def _chunk_of(head: bytes, start: int) -> Chunk:
     data_bytes, _, kind, decoded_bytes = _CHUNK_HEADER.unpack_from(head, _HASH.size)
     num_records = kind >> 8
-    stop = _with_block_headers(start, _CHUNK_HEADER_BYTES + data_bytes)
+    num_bytes = _CHUNK_HEADER_BYTES + data_bytes
+    headers = (num_bytes + (start + _USABLE_BYTES - 1) % BLOCK_BYTES) // _USABLE_BYTES
+    stop = start + num_bytes + headers * _BLOCK_HEADER_BYTES
     # each record has a distinct position, and a chunk ends neither in a block header nor after it
     least = start + num_records
     stop = max(stop, least + max(-least % BLOCK_BYTES - _USABLE_BYTES + 1, 0))
     return Chunk(start, stop, num_records, decoded_bytes)
-
-
-def _with_block_headers(start: int, num_bytes: int) -> int:
-    """The end of this many bytes, block headers between them included."""
-    headers = (num_bytes + (start + _USABLE_BYTES - 1) % BLOCK_BYTES) // _USABLE_BYTES
-    return start + num_bytes + headers * _BLOCK_HEADER_BYTES
-
-
-def _without_block_headers(data: bytes, start: int) -> bytes:
-    """The bytes of a chunk without block headers; `data` has at most one."""
-    border = -start % BLOCK_BYTES
-    return data[:border] + data[border + _BLOCK_HEADER_BYTES :]
 
 
 def footer_and_postscript(chunks: Sequence[Chunk], stop: int) -> tuple[int, bytes, bytes]:
@@ -311,7 +301,9 @@ def _read(data: memoryview, start: int, chunks: Sequence[Chunk]) -> list[bytes]:
         finally:
             reader.close()
     except RuntimeError as error:
-        raise ValueError(_reason(error)) from error
+        # without the offsets in a memory file
+        reason = _PLACES.split(str(error), maxsplit=1)[0][:300]
+        raise ValueError(reason) from error
     finally:
         os.close(file)
     return records
@@ -321,11 +313,6 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _reason(error: Exception) -> str:
-    """The library's message, without the offsets in a memory file."""
-    return _PLACES.split(str(error), maxsplit=1)[0][:300]
 
 
 def scan_file(shard: str, file: BinaryIO) -> Arrays:
@@ -370,12 +357,16 @@ def _footer(shard: str, file: BinaryIO, size: int) -> list[Chunk]:
     try:
         if _part(file, 0, len(SIGNATURE)) != SIGNATURE:
             raise ValueError("it does not begin as an ArrayRecord file")
-        postscript = numbers_of(_first(_part(file, offset, size), offset))
+        data = memoryview(_part(file, offset, size))
+        if (last := next(chunks_of(data, offset), None)) is None:
+            raise ValueError("its last block has no record")
+        record, *_ = records_of(data[: last.stop - offset], offset)
+        postscript = numbers_of(record)
         footer = postscript.get(1, 0)
         if postscript.get(2) != MAGIC or not len(SIGNATURE) <= footer <= offset:
             raise ValueError("its last block is not that of an ArrayRecord file")
-        offset, last = footer, offset
-        head, *entries = records_of(memoryview(_part(file, offset, last)), offset)
+        offset, end = footer, offset
+        head, *entries = records_of(memoryview(_part(file, offset, end)), offset)
         return _entries(head, entries, offset)
     except ValueError as error:
         reason = (
@@ -383,15 +374,6 @@ def _footer(shard: str, file: BinaryIO, size: int) -> list[Chunk]:
             "one, and whole?"
         )
         raise corrupt(shard, offset, reason) from error
-
-
-def _first(data: bytes, start: int) -> bytes:
-    """The first record of the chunk at the beginning of a part of a file."""
-    chunk = next(chunks_of(memoryview(data), start), None)
-    if chunk is None:
-        raise ValueError("its last block has no record")
-    record, *_ = records_of(memoryview(data)[: chunk.stop - start], start)
-    return record
 
 
 def _entries(head: bytes, entries: Sequence[bytes], stop: int) -> list[Chunk]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, check_names, corrupt
+from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, check_names, corrupt
 from gyre_daemon.datasets.formats.chunk_index import (
     MAX_CHUNK_BYTES,
     Column,
@@ -226,10 +226,14 @@ def _of_length(field: str, name: str, kind: Any, length: int) -> FieldSpec:
 def _field_of(name: str, kind: Any) -> FieldSpec | None:
     """The field for a type of pyarrow; None if there is none."""
     if isinstance(kind, pa.FixedShapeTensorType):
-        return _tensor(name, kind)
+        inner = _field_of(name, kind.value_type)
+        is_permuted = kind.permutation not in (None, list(range(len(kind.shape))))
+        if inner is None or inner.ragged or is_permuted or min(kind.shape, default=0) < 1:
+            return None
+        return replace(inner, shape=(*kind.shape, *inner.shape))
     if isinstance(kind, pa.BaseExtensionType):
         return _field_of(name, kind.storage_type)
-    is_list = _is_list(kind) or types.is_list_view(kind) or types.is_large_list_view(kind)
+    is_list = _is_list(plain_type(kind))
     if is_list or types.is_fixed_size_list(kind):
         inner = _field_of(name, kind.value_type)
         if inner is None or inner.ragged:
@@ -239,25 +243,16 @@ def _field_of(name: str, kind: Any) -> FieldSpec | None:
         is_some = kind.list_size > 0
         return replace(inner, shape=(kind.list_size, *inner.shape)) if is_some else None
     kind = plain_type(kind)
-    if _is_text(kind):
-        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="text")
-    if _is_bytes(kind) or (types.is_struct(kind) and _is_file(kind)):
-        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="bytes")
+    is_bytes = _is_bytes(kind) or (types.is_struct(kind) and _is_file(kind))
+    if is_bytes or _is_text(kind):
+        codec: CodecName = "bytes" if is_bytes else "text"
+        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec=codec)
     if types.is_fixed_size_binary(kind):
         spec = FieldSpec(name, np.dtype(np.uint8), (kind.byte_width,), ragged=False, codec="bytes")
         return spec if kind.byte_width else None
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         return None
     return FieldSpec(name, np.dtype(kind.to_pandas_dtype()), (), ragged=False, codec="bytes")
-
-
-def _tensor(name: str, kind: Any) -> FieldSpec | None:
-    """The field of a tensor of one shape; None if its dims are permuted, or it has no values."""
-    inner = _field_of(name, kind.value_type)
-    is_permuted = kind.permutation not in (None, list(range(len(kind.shape))))
-    if inner is None or inner.ragged or is_permuted or min(kind.shape, default=0) < 1:
-        return None
-    return replace(inner, shape=(*kind.shape, *inner.shape))
 
 
 def _document(name: str, kind: Any) -> FieldSpec | None:

@@ -605,6 +605,7 @@ class ChunkIndex(SampleIndex):
         )
         self._first = np.concatenate(([0], np.cumsum(self._rows))).astype(np.int64)
         self._block_tables = kept_tables(self._make_blocks)
+        self._bounds = located_bounds(self)
         if self._is_decoded:
             self._field_bytes = field_bytes(self._stored, self._rows, self._ends)
             self.chunk_bytes: Int64Array = self._field_bytes.sum(axis=1)
@@ -684,10 +685,6 @@ class ChunkIndex(SampleIndex):
         bits = self._bits[sample_ids]
         indexed = (*(bits[:, column] for column in range(bits.shape[1])), *indexed)
         return Extents(self._shard[chunk], start, size, absent=absent, indexed=indexed)
-
-    @cached_property
-    def _bounds(self) -> Callable[[int], int]:
-        return located_bounds(self)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         return self._bounds(num_samples) if self._ragged else 0

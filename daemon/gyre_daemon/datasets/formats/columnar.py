@@ -88,6 +88,7 @@ def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
         # a table without rows may have columns of unknown types
         served = _rows().served_columns
         columns = served(opened.schema_arrow, wanted) if opened.metadata.num_rows else []
+        fixed = sum(column.spec.element_bytes for column in columns if not column.spec.ragged)
         chunks = []
         shard_bytes = file.seek(0, os.SEEK_END)
         for number in range(opened.metadata.num_row_groups):
@@ -96,7 +97,8 @@ def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
                 continue
             where = f"row group {number}"
             pieces = _pieces(group, columns, shard_bytes)
-            _check_size(columns, group.num_rows)
+            if group.num_rows * max(fixed, 1) > MAX_CHUNK_BYTES:
+                raise ValueError(_TOO_LARGE)
             chunk = ScannedChunk(group.num_rows, pieces, number=number)
             try:
                 chunk = replace(chunk, columns=_inspect(opened, number, columns))
@@ -193,7 +195,10 @@ def _inspect(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> lis
     for column, its in zip(unknown, _read(opened, number, unknown), strict=True):
         read[column.spec.name] = its
         if column.is_file and its.present is not None:
-            _check_no_paths(opened, number, column, its.present)
+            names = [f"{column.name}.path"]
+            table = opened.read_row_group(number, columns=names, use_threads=False)
+            (paths,) = table.column(column.name).combine_chunks().flatten()[:1]
+            _rows().check_no_paths(column.name, ~its.present, paths)
     if sum(each.data.nbytes for each in read.values()) > MAX_CHUNK_BYTES:
         raise ValueError(_TOO_LARGE)
     bounds = {name: each.without_data for name, each in read.items()}
@@ -209,23 +214,10 @@ def _may_lack(group: Any, column: "ServedColumn") -> bool:
     return any(its is None or not its.has_null_count or its.null_count for its in statistics)
 
 
-def _check_no_paths(opened: Any, number: int, column: "ServedColumn", present: Any) -> None:
-    """Refuse files outside of the row group."""
-    table = opened.read_row_group(number, columns=[f"{column.name}.path"], use_threads=False)
-    (paths,) = table.column(column.name).combine_chunks().flatten()[:1]
-    _rows().check_no_paths(column.name, ~present, paths)
-
-
 _TOO_LARGE = (
     f"it has more than {MAX_CHUNK_BYTES >> 30} GiB; write the table with smaller row groups "
     "(`row_group_size`)"
 )
-
-
-def _check_size(columns: "Sequence[ServedColumn]", num_rows: int) -> None:
-    fixed = sum(column.spec.element_bytes for column in columns if not column.spec.ragged)
-    if num_rows * max(fixed, 1) > MAX_CHUNK_BYTES:
-        raise ValueError(_TOO_LARGE)
 
 
 def _pieces(

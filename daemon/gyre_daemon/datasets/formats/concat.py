@@ -295,7 +295,7 @@ class Concat:
         for number in range(len(parts)):
             counts = runs.counts[its := runs.part == number]
             self._first_in_part[its] = np.cumsum(counts) - counts
-        self._blocks = kept_tables(self._make_blocks)
+        self._blocks, self._bounds = kept_tables(self._make_blocks), located_bounds(self)
 
     @cached_property
     def chunks(self) -> Chunks | None:
@@ -310,10 +310,8 @@ class Concat:
             return self._served(0, self.parts[0].index.locate(sample_ids))
         count, num_stored = len(sample_ids), len(self.fields) - len(self._indexed)
         run = np.searchsorted(self._first, sample_ids, side="right") - 1
-        part_of, own_ids = (
-            self._run_part[run],
-            sample_ids - self._first[run] + self._first_in_part[run],
-        )
+        part_of = self._run_part[run]
+        own_ids = sample_ids - self._first[run] + self._first_in_part[run]
         shard, schema = np.zeros(count, np.int64), np.zeros(count, np.int64)
         start, size, lengths = (np.zeros((count, num_stored), np.int64) for _ in range(3))
         absent = np.zeros((count, num_stored), np.bool_)
@@ -364,10 +362,6 @@ class Concat:
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         return self._bounds(num_samples)
-
-    @cached_property
-    def _bounds(self) -> Callable[[int], int]:
-        return located_bounds(self)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: those of the parts, in the order of the shards."""
@@ -444,23 +438,14 @@ class MixedIndex(Concat):
 
 @dataclass(frozen=True, slots=True)
 class _PartMap:
-    """Where the F stored fields of a dataset are among those of a part.
+    """Where the F stored fields of a dataset are among those of a part."""
 
-    Attributes:
-        places: int64 [F]; 0 for lacking ones.
-        before, after: int64 [F], the bytes of an element of a list there and in the dataset; 1 for
-            other fields.
-        lacking: int64 [L], the fields that the part lacks.
-        default_bytes: int64 [L], the bytes of each in a tensor.
-        keeps_all: whether nothing differs.
-    """
-
-    places: Int64Array
-    before: Int64Array
-    after: Int64Array
-    lacking: Int64Array
-    default_bytes: Int64Array
-    keeps_all: bool
+    places: Int64Array  # [F]; 0 for lacking ones
+    before: Int64Array  # [F], the bytes of an element of a list in the part; 1 for other fields
+    after: Int64Array  # [F], those in the dataset
+    lacking: Int64Array  # [L], the fields that the part lacks
+    default_bytes: Int64Array  # [L], the bytes of each in a tensor
+    keeps_all: bool  # whether nothing differs
 
     @classmethod
     def of(cls, part: Part, schema: int, stored: Sequence[FieldSpec]) -> "_PartMap":
@@ -519,22 +504,12 @@ def _fields_of(
     order: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> tuple[list[FieldSpec], list[FieldSpec]]:
-    """The stored and the indexed fields of the dataset.
-
-    Raises:
-        CorruptSample, ConfigError: see `assemble_union`.
-    """
-    schemas = [
-        Schema(
-            shards[part.shards[0]].name,
-            {
-                spec.name: spec
-                for spec in part.index.fields
-                if not spec.name.endswith(PRESENT_SUFFIX)
-            },
-        )
-        for part in parts
-    ]
+    """The stored and the indexed fields of the dataset."""
+    schemas = []
+    for part in parts:
+        fields = [spec for spec in part.index.fields if not spec.name.endswith(PRESENT_SUFFIX)]
+        name = shards[part.shards[0]].name
+        schemas.append(Schema(name, {spec.name: spec for spec in fields}))
     names = list(dict.fromkeys(name for schema in schemas for name in schema.fields))
     for key, wanted in (("columns", order), ("defaults", defaults)):
         for name in wanted:
@@ -611,11 +586,7 @@ def _without_source(part: Source) -> Sequence[FieldSpec]:
 
 
 def _shared(fields: Sequence[Sequence[FieldSpec]], parts: Sequence[Source]) -> list[str]:
-    """The names of the fields that all sources have, in the order of the first.
-
-    Raises:
-        ConfigError: two of one name differ; shows both.
-    """
+    """The names of the fields that all sources have, in the order of the first."""
     first, *others = ({spec.name: spec for spec in each} for each in fields)
     names = [name for name in first if all(name in other for other in others)]
     for name in names:

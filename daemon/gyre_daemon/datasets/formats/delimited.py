@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -82,16 +82,13 @@ def scan_table(file: BinaryIO, delimiter: str, names: Sequence[str]) -> Arrays:
         start, size, length = _without_quotes(data, offset, start, stop)
         tables.append((start + offset, size, length))
     nothing = np.empty(0, np.int64)
-    columns = [
-        np.concatenate([nothing, *parts]).reshape(-1, len(names) or 1)
-        for parts in (zip(*tables, strict=True) if tables else ((), (), ()))
-    ]
-    return {
-        "start": columns[0],
-        "size": columns[1],
-        "length": columns[2],
-        "names": np.frombuffer(json.dumps(names).encode(), np.uint8),
+    arrays: dict[str, npt.NDArray[Any]] = {
+        name: np.concatenate([nothing, *(table[place] for table in tables)]).reshape(
+            -1, len(names) or 1
+        )
+        for place, name in enumerate(("start", "size", "length"))
     }
+    return {**arrays, "names": np.frombuffer(json.dumps(names).encode(), np.uint8)}
 
 
 def _whole_records(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -124,10 +121,7 @@ def _outside_quotes(values: npt.NDArray[np.uint8], *wanted: int) -> Int64s:
 
 
 def _cells(data: bytes, delimiter: int) -> tuple[Int64s, Int64s, Int64s]:
-    """Begin and end of all cells, quotes included, and how many cells each record has.
-
-    An empty line is no record.
-    """
+    """Begin and end of all cells, quotes included, and how many cells each record has."""
     values = np.frombuffer(data, np.uint8)
     stop = _outside_quotes(values, delimiter, _NEWLINE)
     start = np.concatenate(([0], stop[:-1] + 1))
@@ -238,7 +232,9 @@ class CsvFormat:
     def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """The index of shards that have the same columns."""
         every = [_NAMES.decode(scan["names"].tobytes()) for scan in inspected]
-        names = common_schema(shards, [each or None for each in every], _described) or []
+        names = (
+            common_schema(shards, [each or None for each in every], "the columns {}".format) or []
+        )
         chosen = chosen_columns(self._options, names, shards[0].name) if names else []
         places = [place for _, place in chosen]
         start, size, length = (
@@ -288,10 +284,6 @@ def _check(arrays: Arrays, file_bytes: int) -> None:
     size, length = (array_of(arrays, name, np.int64, 2) for name in ("size", "length"))
     if length.shape != size.shape or (2 * length < size).any() or (length > size).any():
         raise ValueError("its lengths are not those of its cells")
-
-
-def _described(names: Sequence[str]) -> str:
-    return f"the columns {names}"
 
 
 def _spec(name: str, column_type: str, *, has_doubled: bool) -> FieldSpec:

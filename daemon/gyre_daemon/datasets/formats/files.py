@@ -8,9 +8,10 @@ of its folder, and its values in the manifest.
 import csv
 import hashlib
 import io
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -37,47 +38,31 @@ from gyre_daemon.storage.shard import FileTable, Texts
 
 # The names of classes are part of a dataset's description, which is one message.
 _MAX_CHARS = 1 << 20
-_SLASH = ord("/")
 
 
 def class_numbers(paths: Texts, *, is_last: bool) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """The names of all classes, sorted, and the class of each of n files.
+    """The names of all classes, sorted, and int32 [n], the class of each of n files there.
 
     Args:
         paths: of the n files.
         is_last: whether the class is the folder of the file itself, and not the first folder of
             its path.
 
-    Returns:
-        The names, and int32 [n], an index into them.
-
     Raises:
         ConfigError: a file is in no folder, or the names are too many.
     """
-    letters = np.frombuffer(paths.data, np.uint8)
-    slashes = np.flatnonzero(letters == _SLASH)
-    first = np.searchsorted(slashes, paths.ends[:-1])
-    stop = np.searchsorted(slashes, paths.ends[1:])
-    if (first == stop).any():
-        path = paths[int(np.argmax(first == stop))].decode()
-        raise ConfigError(
-            f"the file {path} is in no folder, so it has no class; move it, or leave `class` out "
-            'of `fields`: fields = ["file"]'
-        )
-    end = slashes[stop - 1] if is_last else slashes[first]
-    begin = paths.ends[:-1].copy()
-    if is_last:
-        inner = stop - first > 1
-        begin[inner] = slashes[stop[inner] - 2] + 1
-    data = paths.data
     names: dict[bytes, int] = {}
-    numbers = np.array(
-        [
-            names.setdefault(data[here:there], len(names))
-            for here, there in zip(begin.tolist(), end.tolist(), strict=True)
-        ],
-        np.int32,
-    )
+    numbers = np.empty(len(paths), np.int32)
+    for number, (begin, end) in enumerate(itertools.pairwise(paths.ends.tolist())):
+        path = paths.data[begin:end]
+        folders, slash, _ = path.rpartition(b"/")
+        if not slash:
+            raise ConfigError(
+                f"the file {path.decode()} is in no folder, so it has no class; move it, or leave "
+                '`class` out of `fields`: fields = ["file"]'
+            )
+        name = folders.rpartition(b"/")[2] if is_last else folders.partition(b"/")[0]
+        numbers[number] = names.setdefault(name, len(names))
     ordered = sorted(names)
     if sum(map(len, ordered)) > _MAX_CHARS:
         raise ConfigError(
@@ -160,7 +145,9 @@ def _from_table(file: io.StringIO, delimiter: str) -> dict[str, list[Any]]:
 
 def _from_lines(data: bytes) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {}
-    for number, line in _lines(data):
+    for number, line in enumerate(io.BytesIO(data), 1):
+        if not line.strip():
+            continue
         try:
             row = msgspec.json.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -172,12 +159,6 @@ def _from_lines(data: bytes) -> dict[str, list[Any]]:
         for key, value in row.items():
             columns.setdefault(key, []).append(value)
     return columns
-
-
-def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(io.BytesIO(data), 1):
-        if line.strip():
-            yield number, line
 
 
 def _manifest(
@@ -370,7 +351,9 @@ class FilesFormat:
         meaning = json.dumps([[spec.name, spec.codec, spec.categories] for spec in fields])
         identity = meaning.encode() + table.names.data
         if self._covers_texts:
-            identity += b"".join(_digest(column) for column in columns)
+            for column in columns:  # an index covers numbers itself
+                texts = column.values.data if isinstance(column.values, Texts) else b""
+                identity += hashlib.blake2b(texts, digest_size=16).digest()
         return SampleTable(
             fields,
             [len(table)],
@@ -405,19 +388,11 @@ class FilesFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The source of a field.
-
-    Attributes:
-        codec: of the field.
-        values: int64 [n], where the bytes of each sample begin; of an indexed field its values.
-        size: int64 [n], how many bytes they are; nothing of an indexed field.
-        categories: see `FieldSpec`.
-        media_type: see `FieldSpec`.
-    """
+    """The source of a field."""
 
     codec: CodecName
-    values: npt.NDArray[Any]
-    size: npt.NDArray[np.int64]
+    values: npt.NDArray[Any]  # int64 [n], where samples begin; of an indexed field its values
+    size: npt.NDArray[np.int64]  # [n], their bytes; nothing of an indexed field
     categories: tuple[str, ...] = ()
     media_type: str = ""
 
@@ -470,12 +445,6 @@ def _columns_of(
                 _Column, "indexed", column.values, _NOTHING, column.categories
             )
     return found
-
-
-def _digest(column: ManifestColumn) -> bytes:
-    """Of texts; an index covers numbers itself."""
-    texts = column.values.data if isinstance(column.values, Texts) else b""
-    return hashlib.blake2b(texts, digest_size=16).digest()
 
 
 _NOTHING = np.empty(0, np.int64)

@@ -323,14 +323,12 @@ class JsonlFormat(ChunkFormat, TextFormat):
         return {name: values[is_document] for name, values in scan.items()}
 
     def _scan_frames(self, file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
-        return super()._scan_frames(file, partial(_check_no_array, check))
+        def check_no_array(line: bytes) -> None:
+            if _is_array(line):
+                raise ValueError(_NO_FRAMED_ARRAY)
+            check(line)
 
-
-def _check_no_array(check: Callable[[bytes], None], line: bytes) -> None:
-    """Refuse an array, whose records cannot be found in frames of zstd."""
-    if _is_array(line):
-        raise ValueError(_NO_FRAMED_ARRAY)
-    check(line)
+        return super()._scan_frames(file, check_no_array)
 
 
 _NO_FRAMED_ARRAY = (

@@ -68,14 +68,13 @@ def column_of_all(
 
 def located_bounds(index: SampleIndex) -> Callable[[int], int]:
     """The bounds of an index, found by locating its samples."""
-    return ragged_bounds(functools.partial(_ragged_bytes, index))
 
+    def ragged_bytes() -> Int64Array:
+        ragged = [spec.ragged for spec in stored_fields(index.fields)]
+        ids = np.arange(index.num_samples)
+        return column_of_all(index, ids, lambda found: found.tensor_bytes[:, ragged].sum(axis=1))
 
-def _ragged_bytes(index: SampleIndex) -> Int64Array:
-    """Int64 [N], the bytes of all ragged fields of each sample."""
-    ragged = [spec.ragged for spec in stored_fields(index.fields)]
-    ids = np.arange(index.num_samples)
-    return column_of_all(index, ids, lambda found: found.tensor_bytes[:, ragged].sum(axis=1))
+    return ragged_bounds(ragged_bytes)
 
 
 def check_extents(arrays: Arrays, file_bytes: int) -> None:
