@@ -393,6 +393,16 @@ def json_of(arrays: Arrays, name: str, decoder: "msgspec.json.Decoder[T]", other
     raise ValueError(otherwise)
 
 
+def require(holds: object, otherwise: str) -> None:
+    """Refuse arrays that may be forged.
+
+    Raises:
+        ValueError: the condition does not hold; says what it means.
+    """
+    if not holds:
+        raise ValueError(otherwise)
+
+
 class SampleIndex(Protocol):
     """All samples of a dataset, by sample id in `[0, num_samples)`.
 

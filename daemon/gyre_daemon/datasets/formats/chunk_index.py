@@ -42,6 +42,7 @@ from gyre_daemon.datasets.formats.base import (
     is_servable,
     json_of,
     presence_of,
+    require,
 )
 from gyre_daemon.datasets.formats.sample_table import located_bounds
 from gyre_daemon.datasets.formats.schemas import common_schema, described_all
@@ -283,8 +284,8 @@ def damaged_chunks(arrays: Arrays) -> list[tuple[int, str]]:
     if "damaged" not in arrays:
         return []
     found = json_of(arrays, "damaged", _DAMAGED, "its damaged chunks are none")
-    if any(not 0 <= place < len(arrays["rows"]) for place, _ in found):
-        raise ValueError("its damaged chunks are none")
+    are_chunks = all(0 <= place < len(arrays["rows"]) for place, _ in found)
+    require(are_chunks, "its damaged chunks are none")
     return found
 
 
@@ -361,30 +362,28 @@ def check_chunks(arrays: Arrays, file_bytes: int) -> None:
     parameters = array_of(arrays, "parameters", np.int64, 2)
     ends = array_of(arrays, "ends", np.uint32, 2)
     present = array_of(arrays, "present", np.bool_, 2)
-    if {len(numbers), len(counts), len(parameters)} != {len(rows)} or (
-        np.diff(numbers, prepend=-1) < 1
-    ).any():
-        raise ValueError("its chunks are not numbered")
-    if (rows < 1).any() or (rows > MAX_CHUNK_BYTES).any():
-        raise ValueError("its chunks have no rows")
+    is_numbered = {len(numbers), len(counts), len(parameters)} == {len(rows)}
+    is_numbered = is_numbered and (np.diff(numbers, prepend=-1) >= 1).all()
+    require(is_numbered, "its chunks are not numbered")
+    has_rows = ((rows >= 1) & (rows <= MAX_CHUNK_BYTES)).all()
+    require(has_rows, "its chunks have no rows")
     total, num_ragged = int(rows.sum()), sum(spec.ragged for spec in fields)
-    if ends.shape != (total, num_ragged) or present.shape != (total, len(optional)):
-        raise ValueError("its rows are not those of its chunks")
-    if (counts < 1).any() or counts.sum() != len(pieces) or pieces.shape[1:] != (2,):
-        raise ValueError("its chunks have no bytes")
+    shapes = (total, num_ragged), (total, len(optional))
+    require((ends.shape, present.shape) == shapes, "its rows are not those of its chunks")
+    has_bytes = (counts >= 1).all() and counts.sum() == len(pieces) and pieces.shape[1:] == (2,)
+    require(has_bytes, "its chunks have no bytes")
+    require(shared.shape == (2,), "its chunks point outside the shard")
     ranges = np.concatenate((pieces, shared.reshape(-1, 2)))
     is_inside = (ranges[:, 0] >= 0) & (ranges[:, 0] <= ranges[:, 1]) & (ranges[:, 1] <= file_bytes)
-    if shared.shape != (2,) or not is_inside.all() or (pieces[:, 0] == pieces[:, 1]).any():
-        raise ValueError("its chunks point outside the shard")
+    is_inside[: len(pieces)] &= pieces[:, 0] < pieces[:, 1]
+    require(is_inside.all(), "its chunks point outside the shard")
     damaged_chunks(arrays)
-    is_field = (optional >= 0) & (optional < len(fields))
-    if not is_field.all() or (np.diff(optional) < 1).any():
-        raise ValueError("its fields are not those of its rows")
-    first = np.cumsum(rows) - rows
+    is_field = ((optional >= 0) & (optional < len(fields))).all() and (np.diff(optional) >= 1).all()
+    require(is_field, "its fields are not those of its rows")
     inner = np.ones(total, np.bool_)
-    inner[first] = False
-    if (ends[1:] < ends[:-1])[inner[1:]].any():
-        raise ValueError("its rows do not follow each other")
+    inner[np.cumsum(rows) - rows] = False
+    rises = (ends[1:] >= ends[:-1])[inner[1:]].all()
+    require(rises, "its rows do not follow each other")
     if "base" in arrays:
         _check_places(arrays, fields, ends, file_bytes)
     elif (field_bytes(fields, rows, ends).sum(axis=1) > MAX_CHUNK_BYTES).any():
@@ -400,20 +399,17 @@ def _check_places(
     bits = array_of(arrays, "bits", np.bool_, 2)
     ragged = [place for place, spec in enumerate(fields) if spec.ragged]
     shapes = (len(rows), len(fields)), (len(rows), len(ragged))
-    if (base.shape, first.shape) != shapes or bits.shape != (
-        len(ends),
-        sum(map(is_bit, fields)),
-    ):
-        raise ValueError("its fields are not those of its rows")
-    if (np.diff(pieces) < 0).any() or len(pieces) != 2 * len(rows):
-        raise ValueError("its chunks are not in sequence")
+    is_whole = (base.shape, first.shape) == shapes
+    is_whole = is_whole and bits.shape == (len(ends), sum(map(is_bit, fields)))
+    require(is_whole, "its fields are not those of its rows")
+    in_sequence = (np.diff(pieces) >= 0).all() and len(pieces) == 2 * len(rows)
+    require(in_sequence, "its chunks are not in sequence")
     start = base.copy()
     start[:, ragged] += np.clip(first, -1, file_bytes)
     sizes = field_bytes(fields, rows, ends)
     sizes[:, [place for place, spec in enumerate(fields) if is_bit(spec)]] = 0
     is_outside = (base < 0) | (base > file_bytes) | (start < base) | (start > file_bytes - sizes)
-    if is_outside.any():
-        raise ValueError("its fields point outside the shard")
+    require(not is_outside.any(), "its fields point outside the shard")
 
 
 def is_bit(spec: FieldSpec) -> bool:
@@ -434,10 +430,9 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
             kind = np.dtype(dtype)
         except TypeError as error:
             raise ValueError("its fields are no tensors") from error
-        if not (kind.kind in "biuf" and kind.isnative and is_servable(name)):
-            raise ValueError("its fields are no tensors")
-        if not media.isprintable():
-            raise ValueError("its media types are none")
+        is_number = kind.kind in "biuf" and kind.isnative
+        require(is_number and is_servable(name), "its fields are no tensors")
+        require(media.isprintable(), "its media types are none")
         spec = FieldSpec(name, kind, shape, ragged=ragged, codec=codec)
         fields.append(replace(spec, categories=categories, media_type=media))
     return fields

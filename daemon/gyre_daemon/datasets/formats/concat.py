@@ -80,19 +80,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """Runs of successive samples of one part each, in the dataset's order.
-
-    Attributes:
-        part: int64 [R], the number of the part.
-        counts: int64 [R], how many samples; the runs of a part have its samples in order.
-    """
-
-    part: Int64Array
-    counts: Int64Array
-
-
-@dataclass(frozen=True, slots=True)
 class IndexedField:
     """Where the values of an indexed field come from.
 
@@ -162,7 +149,7 @@ def assemble_union(
     stored, indexed = _fields_of(shards, parts, order, options.defaults)
     found = [_in_parts(spec, parts, options.defaults) for spec in indexed]
     counts = np.array([num_samples(scan) for scan in inspected], np.int64)
-    return Concat(parts, stored, found, _digest(parts, stored, found), Runs(part_of, counts))
+    return Concat(parts, stored, found, _digest(parts, stored, found), (part_of, counts))
 
 
 def with_fields(index: SampleIndex, fields: Sequence[FieldSpec]) -> SampleIndex:
@@ -269,7 +256,7 @@ class Concat:
         stored: Sequence[FieldSpec],
         indexed: Sequence[IndexedField],
         digest: bytes,
-        runs: Runs | None = None,
+        runs: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:
         """Join the parts.
 
@@ -278,7 +265,8 @@ class Concat:
             stored: the stored fields.
             indexed: the indexed fields.
             digest: see `SampleIndex.digest`.
-            runs: of the parts; None where these follow each other.
+            runs: of successive samples of one part each: int64 [R], the number of the part, and how
+                many they are. None where the parts follow each other.
         """
         self.fields = [*stored, *(each.spec for each in indexed)]
         self.parts, self._indexed, self._digest = parts, indexed, digest
@@ -287,14 +275,13 @@ class Concat:
         self._maps = [_PartMap.of(part, schema, stored) for part, schema in schemas]
         self._shards = [np.array(part.shards, np.int64) for part in parts]
         sizes = np.array([part.index.num_samples for part in parts], np.int64)
-        runs = runs or Runs(np.arange(len(parts)), sizes)
-        self._run_part = runs.part
-        self._first = np.concatenate(([0], np.cumsum(runs.counts)))
+        self._run_part, counts = runs or (np.arange(len(parts)), sizes)
+        self._first = np.concatenate(([0], np.cumsum(counts)))
         self.num_samples = int(self._first[-1])
-        self._first_in_part = np.zeros(len(runs.counts), np.int64)
+        self._first_in_part = np.zeros(len(counts), np.int64)
         for number in range(len(parts)):
-            counts = runs.counts[its := runs.part == number]
-            self._first_in_part[its] = np.cumsum(counts) - counts
+            own = counts[its := self._run_part == number]
+            self._first_in_part[its] = np.cumsum(own) - own
         self._blocks, self._bounds = kept_tables(self._make_blocks), located_bounds(self)
 
     @cached_property

@@ -28,6 +28,7 @@ from gyre_daemon.datasets.formats.base import (
     corrupt,
     json_of,
     presence_of,
+    require,
 )
 from gyre_daemon.datasets.formats.chunk_index import DamagedPart, num_samples
 from gyre_daemon.datasets.formats.concat import assemble_union
@@ -282,8 +283,8 @@ def _check(arrays: Arrays, file_bytes: int) -> None:
     names = json_of(arrays, "names", _NAMES, "its columns have no names")
     check_columns(arrays, file_bytes, len(names))
     size, length = (array_of(arrays, name, np.int64, 2) for name in ("size", "length"))
-    if length.shape != size.shape or (2 * length < size).any() or (length > size).any():
-        raise ValueError("its lengths are not those of its cells")
+    fits = length.shape == size.shape and ((2 * length >= size) & (length <= size)).all()
+    require(fits, "its lengths are not those of its cells")
 
 
 def _spec(name: str, column_type: str, *, has_doubled: bool) -> FieldSpec:

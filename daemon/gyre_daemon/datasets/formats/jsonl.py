@@ -737,12 +737,6 @@ class TypedLines:
     lacking: tuple[str, ...] = ()
     knows_all: bool = False
 
-    @property
-    def names(self) -> dict[str, str]:
-        """Of each key, an attribute: a key may be no identifier, and serve two fields."""
-        keys = dict.fromkeys((*self.keys, *self.lacking))
-        return {key: f"f{place}" for place, key in enumerate(keys)}
-
     def columns(self, data: bytes) -> list[Column]:
         """The columns of all nonempty lines.
 
@@ -750,21 +744,25 @@ class TypedLines:
             ValueError: a line is no object, or has a value of another kind.
         """
         try:
-            rows, names = _decoder(self).decode_lines(data), self.names
+            decoder, getters = _decoder(self)
+            rows = decoder.decode_lines(data)
             return [
-                _column(spec, list(map(operator.attrgetter(names[key]), rows)))
-                for spec, key in zip(self.specs, self.keys, strict=True)
+                _column(spec, list(map(get, rows)))
+                for spec, get in zip(self.specs, getters, strict=True)
             ]
         except (msgspec.DecodeError, OverflowError, RecursionError) as error:
             raise ValueError(str(error)) from error
 
 
 @functools.lru_cache(maxsize=64)
-def _decoder(lines: TypedLines) -> Any:
-    """Skips other keys, and makes no more objects than it must."""
+def _decoder(lines: TypedLines) -> tuple[Any, list[Callable[[Any], Any]]]:
+    """A decoder that skips other keys and makes no more objects than it must; and field by field.
+
+    Each key is an attribute of its own name: it may be no identifier, and serve two fields.
+    """
     kinds: dict[str, Any] = dict.fromkeys(lines.lacking)
     kinds |= {key: _kind(spec) for key, spec in zip(lines.keys, lines.specs, strict=True)}
-    names = lines.names
+    names = {key: f"f{place}" for place, key in enumerate(kinds)}
     row = msgspec.defstruct(
         "Row",
         [(names[key], kind, None) for key, kind in kinds.items()],
@@ -772,7 +770,7 @@ def _decoder(lines: TypedLines) -> Any:
         forbid_unknown_fields=lines.knows_all,
         gc=False,
     )
-    return msgspec.json.Decoder(row)
+    return msgspec.json.Decoder(row), [operator.attrgetter(names[key]) for key in lines.keys]
 
 
 def _kind(spec: FieldSpec) -> Any:

@@ -26,6 +26,7 @@ from gyre_daemon.datasets.formats.base import (
     check_names,
     json_of,
     probe_heads,
+    require,
 )
 from gyre_daemon.datasets.formats.sample_table import StridedIndex
 from gyre_daemon.datasets.formats.schemas import common_schema
@@ -208,18 +209,16 @@ def _check(arrays: Arrays, shards: Sequence[Shard]) -> None:
     """See `Probe.check`."""
     start, count = (array_of(arrays, name, np.int64) for name in ("start", "count"))
     row = json_of(arrays, "row", _ROW, "its rows have no dtype")
-    if not row or not isinstance(row[0], str):
-        raise ValueError("its rows have no dtype")
-    if not is_number_type(row[0]) or not is_shape(tuple(row[1:])):
-        raise ValueError("its rows are no arrays of numbers")
+    require(row and isinstance(row[0], str), "its rows have no dtype")
+    are_numbers = is_number_type(row[0]) and is_shape(tuple(row[1:]))
+    require(are_numbers, "its rows are no arrays of numbers")
     row_bytes = math.prod(row[1:]) * np.dtype(row[0]).itemsize
     sizes = np.array([shard.size_bytes for shard in shards], np.int64)
-    if start.shape != sizes.shape or count.shape != sizes.shape or not row_bytes:
-        raise ValueError("it does not describe these shards")
-    if (start < 0).any() or (count < 0).any() or (count > sizes // row_bytes).any():
-        raise ValueError("its rows point outside the shards")
-    if (start + count * row_bytes != sizes).any():
-        raise ValueError("its rows point outside the shards")
+    are_theirs = start.shape == sizes.shape == count.shape and row_bytes
+    require(are_theirs, "it does not describe these shards")
+    is_inside = (start >= 0) & (count >= 0) & (count <= sizes // row_bytes)
+    is_inside &= start + count * row_bytes == sizes
+    require(is_inside.all(), "its rows point outside the shards")
 
 
 def _read_header(shard: Shard, head: bytes, _file_bytes: int) -> tuple[int, int, list[object]]:

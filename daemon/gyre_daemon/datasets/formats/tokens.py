@@ -32,6 +32,7 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     array_of,
     probe_heads,
+    require,
 )
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
 from gyre_daemon.datasets.formats.sample_table import SampleTable, StridedIndex
@@ -365,17 +366,15 @@ def check_headers(arrays: Arrays, shards: Sequence[Shard]) -> None:
     """See `Probe.check`, of `probe_headers`."""
     names = [arrays.get(name) for name in ("kind", "dtype")]
     numbers = array_of(arrays, "numbers", np.int64, num_dims=2)
-    if numbers.shape != (3, len(shards)):
-        raise ValueError("its numbers are not those of the shards")
+    require(numbers.shape == (3, len(shards)), "its numbers are not those of the shards")
     for array, allowed in zip(names, (HEADER_KINDS, ("", *DTYPES)), strict=True):
         if array is None or array.dtype.kind != "U" or array.shape != (len(shards),):
             raise ValueError("its headers are not those of the shards")
-        if not np.isin(array, allowed).all():
-            raise ValueError("it has a header of an unknown kind")
+        require(np.isin(array, allowed).all(), "it has a header of an unknown kind")
     sizes = np.array([shard.size_bytes for shard in shards], np.int64)
     start, stop, hints = numbers
-    if ((start < 0) | (start > stop) | (stop > sizes) | (hints < 0) | (hints > MAX_HINTS)).any():
-        raise ValueError("its headers point outside the shards")
+    is_outside = (start < 0) | (start > stop) | (stop > sizes) | (hints < 0) | (hints > MAX_HINTS)
+    require(not is_outside.any(), "its headers point outside the shards")
 
 
 def _probe_megatron(
@@ -421,17 +420,16 @@ def check_documents(arrays: Arrays, shards: Sequence[Shard]) -> None:
     start, size = array_of(arrays, "start", np.int64), array_of(arrays, "size", np.int64)
     if dtypes is None or dtypes.dtype.kind != "U" or dtypes.shape != (len(shards),):
         raise ValueError("its dtypes are not those of the shards")
-    if not np.isin(dtypes, DTYPES).all():
-        raise ValueError("it has an unknown dtype")
+    require(np.isin(dtypes, DTYPES).all(), "it has an unknown dtype")
     counts_fit = num_documents.shape == (len(shards),) and (num_documents >= 0).all()
-    if not counts_fit or not num_documents.sum() == len(start) == len(size):
-        raise ValueError("its documents are not those of the shards")
+    counts_fit = counts_fit and num_documents.sum() == len(start) == len(size)
+    require(counts_fit, "its documents are not those of the shards")
     itemsizes = np.array([np.dtype(dtype).itemsize for dtype in dtypes.tolist()], np.int64)
     sizes = np.array([shard.size_bytes for shard in shards], np.int64)
     width, end = np.repeat(itemsizes, num_documents), np.repeat(sizes, num_documents)
     is_outside = (start < 0) | (size < 0) | (size > end) | (start > end - size)
-    if (is_outside | (start % width != 0) | (size % width != 0)).any():
-        raise ValueError("its documents point outside the shards")
+    is_outside |= (start % width != 0) | (size % width != 0)
+    require(not is_outside.any(), "its documents point outside the shards")
 
 
 _MAX_TOKENS = 1 << 40

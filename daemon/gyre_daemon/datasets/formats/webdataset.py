@@ -55,6 +55,7 @@ from gyre_daemon.datasets.formats.base import (
     json_of,
     media_type_of,
     presence_of,
+    require,
 )
 from gyre_daemon.datasets.formats.chunk_index import num_samples
 from gyre_daemon.datasets.formats.npy import (
@@ -506,16 +507,16 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
     """
     meta = json_of(scan, "meta", _META, "its meta data is damaged")
     names = meta.extensions
-    _require(
+    require(
         len(names) <= MAX_EXTENSIONS and len(set(names)) == len(names) and all(names),
         "its extensions are none",
     )
     start, size, shape = (array_of(scan, name, np.int64, 2) for name in ("start", "size", "shape"))
-    _require(
+    require(
         start.shape == size.shape and start.shape[1] == len(meta.extensions),
         "its members are not complete",
     )
-    _require(len(shape) == len(size), "its arrays are not complete")
+    require(len(shape) == len(size), "its arrays are not complete")
     if len(size):
         _check_members(start, size, file_bytes)
     _check_arrays(meta, size, shape)
@@ -524,53 +525,48 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
 def _check_members(start: Int64Array, size: Int64Array, file_bytes: int) -> None:
     """Refuse members outside the shard, in other members' bytes or out of sequence."""
     smallest, most = size.min(), max(start.max(), size.max())
-    _require(smallest >= -1, "it has a sample without members")
+    require(smallest >= -1, "it has a sample without members")
     # numbers above would overflow when they are added
-    _require(start.min() >= _BLOCK_BYTES and most <= file_bytes, "it points outside the shard")
+    require(start.min() >= _BLOCK_BYTES and most <= file_bytes, "it points outside the shard")
     stop = start + np.maximum(size, 0)
     if smallest >= 0 and (start.ravel()[1:] > stop.ravel()[:-1]).all():  # as most tars are
-        _require(stop[-1, -1] <= file_bytes, "it points outside the shard")
+        require(stop[-1, -1] <= file_bytes, "it points outside the shard")
         return
     has = size >= 0
-    _require(has.any(axis=1).all(), "it has a sample without members")
-    _require(stop.max() <= file_bytes, "it points outside the shard")
+    require(has.any(axis=1).all(), "it has a sample without members")
+    require(stop.max() <= file_bytes, "it points outside the shard")
     first = np.where(has, start, file_bytes).min(axis=1)
-    _require((first[1:] > first[:-1]).all(), "its samples are not in sequence")
+    require((first[1:] > first[:-1]).all(), "its samples are not in sequence")
     begins, ends = start[has], stop[has]
     order = begins.argsort(kind="stable")
-    _require((begins[order[1:]] >= ends[order[:-1]]).all(), "it points twice to the same bytes")
+    require((begins[order[1:]] >= ends[order[:-1]]).all(), "it points twice to the same bytes")
 
 
 def _check_arrays(meta: _Meta, size: Int64Array, shape: Int64Array) -> None:
     """Every sound extension of arrays has shapes, and each array fits into its member."""
     names = [name for name in meta.extensions if codec_of(name) == "npy"]
-    _require(set(meta.arrays) <= set(names), "its arrays are none")
-    _require(set(names) <= set(meta.arrays) | set(meta.unsound), "its arrays are not complete")
+    require(set(meta.arrays) <= set(names), "its arrays are none")
+    require(set(names) <= set(meta.arrays) | set(meta.unsound), "its arrays are not complete")
     num_dims = [array[1] for array in meta.arrays.values()]
-    _require(
+    require(
         all(count <= MAX_DIMS for count in num_dims) and sum(num_dims) == shape.shape[1],
         "its shapes do not divide into arrays",
     )
     if not meta.arrays:
         return
-    _require(not ((shape < 0) | (shape > MAX_ARRAY_BYTES)).any(), "its shapes are none")
+    require(not ((shape < 0) | (shape > MAX_ARRAY_BYTES)).any(), "its shapes are none")
     begin = 0
     for name, (dtype, count, *_) in meta.arrays.items():
-        _require(is_number_type(dtype), "it has an array of an unknown type")
+        require(is_number_type(dtype), "it has an array of an unknown type")
         its = size[:, meta.extensions.index(name)]
         # in floats, as the product of forged sizes overflows
         num_bytes = shape[:, begin : begin + count].astype(np.float64).prod(axis=1)
         is_larger = num_bytes * np.dtype(dtype).itemsize > its
-        _require(
+        require(
             name in meta.unsound or not is_larger[its >= 0].any(),
             "its arrays are larger than their members",
         )
         begin += count
-
-
-def _require(holds: object, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
 
 
 _NAMES_ARE_TAKEN = f"{TAKEN}; name the other `fields` to serve, or rename it: `NAME=EXTENSION`"
