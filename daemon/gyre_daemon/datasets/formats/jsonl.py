@@ -756,9 +756,9 @@ class TypedLines:
 
 @functools.lru_cache(maxsize=64)
 def _decoder(lines: TypedLines) -> tuple[Any, list[Callable[[Any], Any]]]:
-    """A decoder that skips other keys and makes no more objects than it must; and field by field.
+    """A decoder that skips other keys, and a getter for each field from the rows that it makes.
 
-    Each key is an attribute of its own name: it may be no identifier, and serve two fields.
+    Attributes have other names than keys: a key may be no identifier, and serve two fields.
     """
     kinds: dict[str, Any] = dict.fromkeys(lines.lacking)
     kinds |= {key: _kind(spec) for key, spec in zip(lines.keys, lines.specs, strict=True)}

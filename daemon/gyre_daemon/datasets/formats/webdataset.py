@@ -122,7 +122,7 @@ class TarReader:
                     )
 
     def reader(self, member: tarfile.TarInfo) -> Callable[[int], bytes]:
-        """A function that reads on in the member that was yielded last: so many bytes, or fewer."""
+        """A function that reads on in the member that was yielded last, up to its end."""
         file, left = self._archive.fileobj, member.size
         with _damage_is_a_value_error():
             file.seek(member.offset_data)
