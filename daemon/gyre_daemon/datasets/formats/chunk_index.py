@@ -363,8 +363,8 @@ def check_chunks(arrays: Arrays, file_bytes: int) -> None:
     ends = array_of(arrays, "ends", np.uint32, 2)
     present = array_of(arrays, "present", np.bool_, 2)
     is_numbered = {len(numbers), len(counts), len(parameters)} == {len(rows)}
-    is_numbered = is_numbered and (np.diff(numbers, prepend=-1) >= 1).all()
-    require(is_numbered, "its chunks are not numbered")
+    rises = (np.diff(numbers, prepend=-1) >= 1).all()
+    require(is_numbered and rises, "its chunks are not numbered")
     has_rows = ((rows >= 1) & (rows <= MAX_CHUNK_BYTES)).all()
     require(has_rows, "its chunks have no rows")
     total, num_ragged = int(rows.sum()), sum(spec.ragged for spec in fields)
@@ -398,9 +398,9 @@ def _check_places(
     base, first = (array_of(arrays, name, np.int64, 2) for name in ("base", "first"))
     bits = array_of(arrays, "bits", np.bool_, 2)
     ragged = [place for place, spec in enumerate(fields) if spec.ragged]
-    shapes = (len(rows), len(fields)), (len(rows), len(ragged))
-    is_whole = (base.shape, first.shape) == shapes
-    is_whole = is_whole and bits.shape == (len(ends), sum(map(is_bit, fields)))
+    num_rows, num_bits = len(ends), sum(map(is_bit, fields))
+    shapes = (len(rows), len(fields)), (len(rows), len(ragged)), (num_rows, num_bits)
+    is_whole = (base.shape, first.shape, bits.shape) == shapes
     require(is_whole, "its fields are not those of its rows")
     in_sequence = (np.diff(pieces) >= 0).all() and len(pieces) == 2 * len(rows)
     require(in_sequence, "its chunks are not in sequence")

@@ -9,7 +9,7 @@ bytes.
 import functools
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -251,8 +251,8 @@ class _ColumnFormat(ChunkFormat):
 
     name: ClassVar[str]
     magic: ClassVar[bytes]
-    scan: ClassVar[Callable[[Wanted, str, BinaryIO], Arrays]]
-    decode: ClassVar[Callable[[Wanted, StoredChunk], Sequence[Column]]]
+    scan: ClassVar["staticmethod[[Wanted, str, BinaryIO], Arrays]"]
+    decode: ClassVar["staticmethod[[Wanted, StoredChunk], Sequence[Column]]"]
     seeks: ClassVar[bool]
     unpacks_gzip = False
 

@@ -32,8 +32,9 @@ import re
 import tarfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, BinaryIO, NoReturn, Self
 
 import msgspec
@@ -112,7 +113,13 @@ class TarReader:
             ValueError: the archive is damaged or truncated, has a sparse file, or continues after
                 its end mark.
         """
-        while member := self._next():
+        while True:
+            with _damage_is_a_value_error():
+                member = self._archive.next()
+            # The archive would keep every header that it has seen: gigabytes for a large shard.
+            self._archive.members = []  # type: ignore[attr-defined]
+            if member is None:
+                break
             yield member
         with _damage_is_a_value_error():
             while rest := self._archive.fileobj.read(_READ_BYTES):
@@ -121,27 +128,14 @@ class TarReader:
                         "there is more after its end mark; join archives with `tar --concatenate`"
                     )
 
-    def reader(self, member: tarfile.TarInfo) -> Callable[[int], bytes]:
-        """A function that reads on in the member that was yielded last, up to its end."""
-        file, left = self._archive.fileobj, member.size
+    def read(self, member: tarfile.TarInfo, num_bytes: int) -> bytes:
+        """The next bytes of the member that was yielded last, up to its end."""
+        file, stop = self._archive.fileobj, member.offset_data + member.size
         with _damage_is_a_value_error():
-            file.seek(member.offset_data)
-
-        def read(num_bytes: int) -> bytes:
-            nonlocal left
-            with _damage_is_a_value_error():
-                data: bytes = file.read(min(num_bytes, left))
-            left -= len(data)
-            return data
-
-        return read
-
-    def _next(self) -> tarfile.TarInfo | None:
-        with _damage_is_a_value_error():
-            member: tarfile.TarInfo | None = self._archive.next()
-        # The archive would keep every header that it has seen: gigabytes for a large shard.
-        self._archive.members = []  # type: ignore[attr-defined]
-        return member
+            begin = max(file.tell(), member.offset_data)
+            file.seek(begin)
+            data: bytes = file.read(max(min(num_bytes, stop - begin), 0))
+        return data
 
 
 class _StrictHeader(tarfile.TarInfo):
@@ -440,16 +434,16 @@ class _IndexBuilder:
             if codec == "npy":
                 self._add_array(member, extension, archive)
             elif codec == "integer":
-                parse_integer(archive.reader(member)(MAX_NUMBER_CHARS + 1))
+                parse_integer(archive.read(member, MAX_NUMBER_CHARS + 1))
             elif codec in _CHECKS and is_first and member.size <= _MAX_CHECKED_BYTES:
-                _CHECKS[codec](archive.reader(member)(member.size))
+                _CHECKS[codec](archive.read(member, member.size))
         except ValueError as error:
             separator = " " if isinstance(error, _WrongSize) else ": "
             reason = f"member {name}{separator}{error}"
             self.unsound.setdefault(extension, [member.offset_data, reason])
 
     def _add_array(self, member: tarfile.TarInfo, extension: str, archive: TarReader) -> None:
-        header = read_npy_header(archive.reader(member))
+        header = read_npy_header(partial(archive.read, member))
         if header.num_bytes + math.prod(header.shape) * header.dtype.itemsize != member.size:
             raise _WrongSize(
                 f"has {member.size} bytes, its header declares an array of shape "
@@ -500,11 +494,7 @@ _META = msgspec.json.Decoder(_Meta)  # made by one thread; see `sidecars`
 
 
 def check_scan(scan: Arrays, file_bytes: int) -> None:
-    """Refuse arrays that `scan_tar` cannot have returned for a shard of `file_bytes`.
-
-    Raises:
-        ValueError: names the problem.
-    """
+    """See `Scan.check`: refuse arrays that `scan_tar` cannot have returned."""
     meta = json_of(scan, "meta", _META, "its meta data is damaged")
     names = meta.extensions
     require(
@@ -657,11 +647,7 @@ def all_fields(shards: Sequence[TarShard], optional: Sequence[str]) -> tuple[Tar
 
 
 def _check_field(shard: TarShard, field: TarField, *, is_tolerant: bool) -> None:
-    """Check that all members of a field can be served, and no sample lacks a required one.
-
-    Raises:
-        CorruptSample: with shard, sample and field.
-    """
+    """Check that all members of a field can be served, and no sample lacks a required one."""
     extensions, kinds = shard.meta["extensions"], shard.meta["kinds"]
     unsound = [its for name in field.extensions if (its := shard.meta["unsound"].get(name))]
     # the type and shape of a field of arrays are known only if every member has them
