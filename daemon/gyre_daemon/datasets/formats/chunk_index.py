@@ -441,13 +441,7 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
 def field_bytes(
     fields: Sequence[FieldSpec], rows: Int64Array, ends: npt.NDArray[np.uint32]
 ) -> Int64Array:
-    """Int64 [C, F], the bytes of each of F fields in each of C chunks.
-
-    Args:
-        fields: F.
-        rows: int64 [C], of each chunk.
-        ends: of `chunk_arrays`, for the rows of all chunks.
-    """
+    """Int64 [C, F], the bytes of each of F fields in each of C chunks; `ends` of `chunk_arrays`."""
     last = np.cumsum(rows) - 1
     sizes = np.empty((len(rows), len(fields)), np.int64)
     ragged = 0

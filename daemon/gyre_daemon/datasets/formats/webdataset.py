@@ -96,11 +96,7 @@ class TarReader:
     """The members of an archive and where their bytes are, in one pass and bounded memory."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Read the first header.
-
-        Raises:
-            ValueError: it is no archive.
-        """
+        """Read the first header; a ValueError says if it is no archive."""
         with _damage_is_a_value_error():
             self._archive = tarfile.open(  # noqa: SIM115
                 fileobj=file, mode="r:", tarinfo=_StrictHeader
@@ -596,11 +592,7 @@ class TarShard:
 
 
 def parse_fields(texts: Sequence[str], optional: Sequence[str]) -> tuple[TarField, ...]:
-    """The fields that a configuration names.
-
-    Raises:
-        ConfigError: no batch can have them, or they contradict each other.
-    """
+    """The fields that a configuration names, if a batch can have them."""
     parsed = []
     for text in texts:
         name, equals, rest = text.partition("=")
