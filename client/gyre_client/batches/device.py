@@ -18,11 +18,11 @@ import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.arena import Memory
+from gyre_client.batches.attachment import LONG_WAIT_S, Wakeup
 from gyre_client.batches.batch import Layout, Position, widen
 from gyre_client.batches.stream import CLOSED, JOIN_TIMEOUT_S, BatchStream
 from gyre_client.errors import InvalidRequest
 from gyre_client.transport.arguments import shown
-from gyre_client.transport.outbox import LONG_WAIT_S, Wakeup
 
 # Two transfers overlap with each other and with the computation: one fills pinned memory while the
 # device reads the other. More only cost pinned and device memory.

@@ -17,13 +17,12 @@ from typing import Self
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.arena import Arenas
-from gyre_client.batches.attachment import Attachment, Session
+from gyre_client.batches.attachment import LONG_WAIT_S, NEVER, Attachment, Consumed, Session, Wakeup
 from gyre_client.batches.batch import Batch, BatchGroup, Position, widened
 from gyre_client.errors import DaemonFault, GyreError
 from gyre_client.transport.answers import BatchTensors, check_same_dataset
 from gyre_client.transport.channel import NotShared, SideChannel
 from gyre_client.transport.connection import Connection, Outage
-from gyre_client.transport.outbox import LONG_WAIT_S, NEVER, Consumed, Wakeup
 from gyre_client.transport.target import Target
 
 STALL_TIMEOUT_S = 600.0

@@ -5,6 +5,7 @@ They come in one batch over gRPC, which needs no torch.
 
 import itertools
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -27,7 +28,6 @@ from gyre_client.transport.answers import (
 from gyre_client.transport.arguments import order, reader
 from gyre_client.transport.channel import chunk_data
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
-from gyre_client.transport.outbox import Outbox
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -176,10 +176,8 @@ def arrays_of(
 def _first_batch(
     connection: Connection, opened: pb.SessionOpened, tensors: BatchTensors
 ) -> tuple[pb.Layout, bytes]:
-    outbox = Outbox(opened.session_id, num_credits=1)
-    stream = connection.stream(
-        outbox.messages(opened.lease_s / _HEARTBEATS_PER_LEASE, lambda: None), OPEN_TIMEOUT_S
-    )
+    is_over = threading.Event()
+    stream = connection.stream(_requests(opened, is_over), OPEN_TIMEOUT_S)
     try:
         for response in stream:
             if response.batches.groups:
@@ -194,8 +192,15 @@ def _first_batch(
     except grpc.RpcError as failure:
         raise error_from(failure, connection.address) from None
     finally:
-        outbox.close()
+        is_over.set()
         stream.cancel()  # type: ignore[no-untyped-call]
+
+
+def _requests(opened: pb.SessionOpened, is_over: threading.Event) -> Iterator[pb.StreamRequest]:
+    yield pb.StreamRequest(attach=pb.Attach(session_id=opened.session_id))
+    yield pb.StreamRequest(credit=pb.Credit(num_batches=1))
+    while not is_over.wait(opened.lease_s / _HEARTBEATS_PER_LEASE):
+        yield pb.StreamRequest(heartbeat=pb.Heartbeat())
 
 
 def _payload(connection: Connection, session_id: str, num_bytes: int) -> bytes:

@@ -21,6 +21,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
+from gyre_client.batches.attachment import NEVER
 from gyre_client.batches.batch import Position, widened
 from gyre_client.batches.device import parse_device
 from gyre_client.batches.stream import STALL_TIMEOUT_S
@@ -67,7 +68,6 @@ from gyre_client.transport.arguments import (
     whole,
 )
 from gyre_client.transport.arguments import order as order_spec
-from gyre_client.transport.outbox import NEVER
 from gyre_client.transport.target import dataset_or_path, target_of_dataset
 
 _log = logging.getLogger("gyre_client")

@@ -10,7 +10,7 @@ from gyre_client.errors import DaemonFault, DaemonUnavailable
 from gyre_client.transport.answers import BatchTensors
 from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.outbox import Consumed
+from gyre_client.batches.attachment import Consumed
 from gyre_client.transport.target import Target
 from gyre_protos.v1 import loader_pb2 as pb
 

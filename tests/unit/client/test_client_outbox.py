@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from gyre_client.transport.outbox import LONG_WAIT_S, MAX_RELEASES, Consumed, Outbox
+from gyre_client.batches.attachment import LONG_WAIT_S, MAX_RELEASES, Consumed, Outbox
 from gyre_protos.v1 import loader_pb2 as pb
 
 
@@ -173,7 +173,7 @@ def test_a_few_credits_wait_for_more_but_not_for_long(monkeypatch: pytest.Monkey
 
 
 def test_the_daemon_is_told_how_many_batches_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gyre_client.transport.outbox.REPORT_S", 0.001)
+    monkeypatch.setattr("gyre_client.batches.attachment.REPORT_S", 0.001)
     taken = iter([0, 0, 7, 7, 9])
     outbox = Outbox("abc", 0, consumed=lambda: Consumed(num_taken=next(taken)))
     messages = outbox.messages(60.0, lambda: None)

@@ -1,6 +1,6 @@
 """How far the daemon may read ahead, by what a trainer took at which times."""
 
-from gyre_client.transport.outbox import NEVER, ReadAhead
+from gyre_client.batches.attachment import NEVER, ReadAhead
 
 
 def bounds(
