@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
-from gyre_client.batches.device import CudaTransfer
+from gyre_client.batches.stream import CudaTransfer
 
 SIZES_BYTES = (1 << 20, 8 << 20, 64 << 20)
 NUM_SLOTS = 4

@@ -3,6 +3,13 @@
 One receiver thread opens a session and puts its batches into a queue that credits bound. When the
 session ends early, it opens the next one at the cursor of the last batch that it received whole.
 Batches in the queue stay valid whatever happens to the daemon: their memory is mapped here.
+
+On a CUDA device, the next batch is transferred while the trainer computes with this one. A thread
+takes batches from the stream, begins the transfer of each and hands it on at once. The device, not
+the host, waits for a transfer that has not finished when its batch is used. At most `NUM_AHEAD`
+batches are on the device beyond those that the user holds. A batch's memory on the host (its slot
+of the arena) is released as soon as it was copied to pinned memory; its memory on the device is its
+own and lives as long as one of its tensors.
 """
 
 import contextlib
@@ -12,15 +19,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, Self, TypeVar
 
+import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batches.arena import Arenas
+from gyre_client.batches.arena import Arenas, Memory
 from gyre_client.batches.attachment import LONG_WAIT_S, NEVER, Attachment, Consumed, Session, Wakeup
-from gyre_client.batches.batch import Batch, BatchGroup, Position, widened
-from gyre_client.errors import DaemonFault, GyreError
+from gyre_client.batches.batch import Batch, BatchGroup, Layout, Position, widen, widened
+from gyre_client.errors import DaemonFault, GyreError, InvalidRequest
 from gyre_client.transport.answers import BatchTensors, check_same_dataset
+from gyre_client.transport.arguments import shown
 from gyre_client.transport.channel import NotShared, SideChannel
 from gyre_client.transport.connection import Connection, Outage
 from gyre_client.transport.target import Target
@@ -30,21 +40,103 @@ JOIN_TIMEOUT_S = 10.0  # for a thread that ends at once unless the processor is 
 CLOSED = "this stream was closed while it was being read"
 
 _log = logging.getLogger("gyre_client")
+_Batch = TypeVar("_Batch")
 
 
-class BatchStream:
-    """The batches of one reader from a cursor on.
+class _Queue(Generic[_Batch]):
+    """Batches that one thread puts into a queue, and another one takes.
 
     The thread that takes batches may be interrupted at any line. It only looks at the front of the
-    queue and replaces `position`; all else follows from that position, or is the receiver's.
+    queue and replaces `position`; all else follows from that position, or is the other thread's.
+    """
+
+    position: Position
+    _thread: threading.Thread  # puts batches into the queue
+
+    def __init__(self) -> None:
+        # In the end, None or the error that ended the stream, which stays at the front.
+        self._inbox: deque[Any] = deque()
+        self._has_arrived, self._ended = Wakeup(), Wakeup()
+        self._num_dequeued = 0  # the number of the first batch that did not leave the inbox
+        self._is_closing = self._has_ended = False
+
+    def peek(self) -> tuple[_Batch, Position] | None:
+        """Returns the next batch, and the position behind it; None after the last batch.
+
+        The batch is taken as soon as `position` is replaced by that one. Waits for a batch as long
+        as the daemon is alive.
+
+        Raises:
+            Exception: Why there is no next batch, a GyreError unless the device failed; again on
+                every further call.
+        """
+        raise NotImplementedError
+
+    def take(self) -> _Batch | None:
+        """Returns the next batch, None after the last, and goes on behind it; see `peek`."""
+        found = self.peek()
+        if found is None:
+            return None
+        batch, self.position = found
+        return batch
+
+    def note_wait(self, seconds: float) -> None:
+        """Tells the daemon that the consumer had no batch to go on with for this time."""
+        raise NotImplementedError
+
+    def _dequeue(self) -> Any:
+        """Moves the item of the next batch from the inbox to `position`, and returns it."""
+        position, inbox = self.position, self._inbox
+        self._num_dequeued = position.batch
+        while True:
+            try:
+                item = inbox[0]
+            except IndexError:
+                began_s = time.monotonic()
+                self._send_if_due(1)
+                self._has_arrived.wait(LONG_WAIT_S)
+                self.note_wait(time.monotonic() - began_s)
+                continue
+            if item is None:
+                return None
+            if isinstance(item, Exception):
+                raise item.with_traceback(None)
+            if item.behind > position.batch:
+                break
+            self._drop_first()  # taken before, when an interrupt came between the next two lines
+        self.position = Position(position.cursor, position.batch, item)
+        self._drop_first()
+        self._num_dequeued = item.behind
+        return item
+
+    def _drop_first(self) -> None:
+        with contextlib.suppress(IndexError):  # `close` in another thread has emptied the inbox
+            self._inbox.popleft()
+
+    def _send_if_due(self, num_per_group: int) -> None:
+        """Sends credits that are due."""
+
+    def _wait_for_end(self, sender: threading.Thread | None = None) -> None:
+        """Waits until the thread has ended, but not in a thread that it may need for that."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        if threading.current_thread() in (self._thread, sender) or self._thread.ident is None:
+            return
+        while not self._has_ended and (left_s := deadline_s - time.monotonic()) > 0:
+            self._ended.wait(left_s)
+
+
+class BatchStream(_Queue[Batch]):
+    """The batches of one reader from a cursor on.
 
     Attributes:
         opened: The daemon's grants when the stream began.
         position: Where the consumer stands.
+        is_ahead: Whether the consumer has other batches to go on with, so that its time in `peek`
+            does not count as waiting.
     """
 
     opened: pb.SessionOpened
-    position: Position
+    is_ahead = False
 
     def __init__(
         self,
@@ -65,6 +157,7 @@ class BatchStream:
             stall_timeout_s: How long the consumer waits for a batch while the daemon only talks.
             generations: Numbers the sessions of the reader, where several streams share it.
         """
+        super().__init__()
         self._target = target
         self._request = pb.OpenSessionRequest()
         self._request.CopyFrom(request)
@@ -73,28 +166,21 @@ class BatchStream:
         self._stall_timeout_s = stall_timeout_s
         self._connection = Connection(target.address)
         self._outage = Outage(reattach_timeout_s)
-        # Groups, and in the end None or the error that ended the stream, which stays at the front.
-        self._inbox: deque[BatchGroup | GyreError | None] = deque()
-        self._has_arrived = Wakeup()
         # Of the thread that takes batches.
-        self._num_dequeued = 0  # the number of the first batch that did not leave the inbox
         self._waited_s = 0.0
         self._stop = NEVER  # the batch behind the last one of the consumer's iteration
         self._must_copy = False  # whether the consumer gets copies, because it holds too many slots
-        self._is_closing = False
         # Of the receiver.
         self._go_on = Wakeup()
         self._attachment: Attachment | None = None
-        self._session_id = ""
         # The arenas of ended sessions, each with the number of the first batch behind it.
         self._retired: list[tuple[int, Arenas]] = []
         self._shares_memory = True  # until an attempt fails
         self._has_logged_transport = False
         self._first: pb.SessionOpened | None = None
         self._next_step = 0
-        self._is_open = self._has_ended = False
+        self._is_open = False
         self._opened_s = 0.0  # when the first session was open
-        self._ended = Wakeup()
         self._thread = threading.Thread(target=self._run, name="gyre-receiver", daemon=True)
 
     def open(self) -> None:
@@ -119,31 +205,12 @@ class BatchStream:
         """Itself; a `DeviceStream` has another."""
         return self
 
-    def take(self, *, is_ahead: bool = False) -> Batch | None:
-        """Returns the next batch, None after the last, and goes on behind it; see `peek`."""
-        found = self.peek(is_ahead=is_ahead)
-        if found is None:
-            return None
-        batch, self.position = found
-        return batch
-
-    def peek(self, *, is_ahead: bool = False) -> tuple[Batch, Position] | None:
-        """Returns the next batch, and the position behind it; None after the last batch.
-
-        The batch is taken as soon as `position` is replaced by that one. Waits for a batch as long
-        as the daemon is alive.
-
-        Args:
-            is_ahead: The consumer has other batches to go on with, so that the time in this call
-                does not count as waiting.
-
-        Raises:
-            GyreError: Why there is no next batch; again on every further call.
-        """
+    def peek(self) -> tuple[Batch, Position] | None:
+        """See `_Queue`."""
         position = self.position
         group = position.rest
         if group is None:
-            group = self._dequeue(is_ahead=is_ahead)
+            group = self._dequeue()
             if group is None:
                 return None
             position = self.position
@@ -155,34 +222,10 @@ class BatchStream:
         rest = group if step + 1 < group.behind else None
         return batch, Position(batch.cursor, step + 1, rest)
 
-    def _dequeue(self, *, is_ahead: bool) -> BatchGroup | None:
-        """Moves the group of the next batch from the inbox to `position`, and returns it."""
-        position, inbox = self.position, self._inbox
-        self._num_dequeued = position.batch
-        since_s = 0.0
-        while True:
-            try:
-                item = inbox[0]
-            except IndexError:
-                now_s = time.monotonic()
-                if since_s and not is_ahead:
-                    self.note_wait(now_s - since_s)
-                since_s = now_s
-                self._send_if_due(1)
-                self._has_arrived.wait(LONG_WAIT_S)
-                continue
-            if not isinstance(item, BatchGroup):
-                if item is None:
-                    return None
-                raise item.with_traceback(None)
-            if item.behind > position.batch:
-                break
-            self._drop_first()  # taken before, when an interrupt came between the next two lines
-        self.position = Position(position.cursor, position.batch, item)
-        self._drop_first()
-        self._num_dequeued = item.behind
-        if since_s and not is_ahead:
-            self.note_wait(time.monotonic() - since_s)
+    def _dequeue(self) -> BatchGroup | None:
+        item: BatchGroup | None = super()._dequeue()
+        if item is None:
+            return None
         attachment = self._attachment
         if attachment is not None:
             self._must_copy = attachment.must_copy(self._next_step - item.behind)
@@ -196,10 +239,6 @@ class BatchStream:
         if attachment is not None:
             attachment.outbox.send_if_due(num_per_group)
 
-    def _drop_first(self) -> None:
-        with contextlib.suppress(IndexError):  # `close` in another thread has emptied the inbox
-            self._inbox.popleft()
-
     def iterate_until(self, stop: int) -> None:
         """Lets the daemon read up to this batch, where an iteration ends."""
         if stop == self._stop:
@@ -210,8 +249,9 @@ class BatchStream:
             attachment.outbox.wake()
 
     def note_wait(self, seconds: float) -> None:
-        """Tells the daemon that the consumer had no batch to go on with for this time."""
-        self._waited_s += seconds
+        """See `_Queue`."""
+        if not self.is_ahead:
+            self._waited_s += seconds
 
     def close(self) -> None:
         """Ends the session and the receiver. Batches that were taken stay valid.
@@ -225,21 +265,11 @@ class BatchStream:
         attachment = self._attachment
         if attachment is not None:
             attachment.outbox.close()  # its thread ends the streams, and the receiver the session
-            self._wait_for_end()
+            self._wait_for_end(attachment.sender)
         self._connection.close()  # ends all calls
-        self._wait_for_end()
+        self._wait_for_end(attachment and attachment.sender)
         self._inbox.clear()
         self._inbox.append(DaemonFault(CLOSED))
-
-    def _wait_for_end(self) -> None:
-        """Waits until the receiver has ended, but not in a thread that it may need for that."""
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-        attachment, thread = self._attachment, threading.current_thread()
-        needed = (self._thread, None if attachment is None else attachment.sender)
-        if thread in needed or self._thread.ident is None:
-            return
-        while not self._has_ended and (left_s := deadline_s - time.monotonic()) > 0:
-            self._ended.wait(left_s)
 
     def _run(self) -> None:
         end: GyreError | None = None
@@ -429,3 +459,233 @@ class BatchStream:
         if not self._has_logged_transport:
             _log.info("batches from %s come through gRPC: %s", self._target.address.text, reason)
             self._has_logged_transport = True
+
+
+# Two transfers overlap with each other and with the computation: one fills pinned memory while the
+# device reads the other. More only cost pinned and device memory.
+NUM_AHEAD = 2
+
+
+class Transfer(Protocol):
+    """One payload on its way to the device."""
+
+    def result(self) -> torch.Tensor:
+        """Returns the payload on the device, uint8 [num_bytes].
+
+        Work that the caller enqueues from now on runs after the transfer.
+        """
+
+
+class DeviceTransfer(Protocol):
+    """Transfers payloads to a device, in the order in which they are begun, from one thread."""
+
+    def begin(self, memory: Memory) -> Transfer:
+        """Begins to transfer a payload, uint8 [num_bytes], which may be reused on return."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One rank's part of one global step, on its way to the device; see `batch.Batch`."""
+
+    step: int
+    cursor: bytes
+    layout: Layout
+    transfer: Transfer
+
+    @property
+    def behind(self) -> int:
+        """The step after it."""
+        return self.step + 1
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, in the batch's own memory on the device.
+
+        They must be asked for in the thread, and with the CUDA stream, that will use them.
+        """
+        payload, layout = self.transfer.result(), self.layout
+        tensors = {place.name: place.view_on_device(payload) for place in layout.places}
+        return widen(tensors, layout.widened) if layout.widened else tensors
+
+
+class DeviceStream(_Queue[DeviceBatch]):
+    """A BatchStream, which it owns, whose batches are transferred to a device.
+
+    Attributes:
+        source: The stream.
+        position: Where the consumer stands; see `BatchStream`.
+    """
+
+    def __init__(self, stream: BatchStream, device: DeviceTransfer) -> None:
+        """Begins to transfer; the stream is open."""
+        super().__init__()
+        self.source = stream
+        self._device = device
+        self.position = stream.position
+        self._num_dequeued = stream.position.batch
+        self._has_room = Wakeup()
+        stream.is_ahead = True
+        self._thread = threading.Thread(target=self._run, name="gyre-transfer", daemon=True)
+        self._thread.start()
+
+    @property
+    def opened(self) -> pb.SessionOpened:
+        """The daemon's grants when the stream began."""
+        return self.source.opened
+
+    def peek(self) -> tuple[DeviceBatch, Position] | None:
+        """See `_Queue`; a batch is there as soon as its transfer has begun."""
+        batch: DeviceBatch | None = self.position.rest
+        if batch is None:
+            batch = self._dequeue()
+            self._has_room.wake()
+        if batch is None:
+            return None
+        return batch, Position(batch.cursor, batch.behind)
+
+    def note_wait(self, seconds: float) -> None:
+        """See `_Queue`."""
+        self.source.note_wait(seconds)
+
+    def close(self) -> None:
+        """Ends the stream and the transfers. Batches that were taken stay valid."""
+        self._is_closing = True
+        self.position = Position(self.position.cursor, self.position.batch)
+        self._has_room.wake()
+        self.source.close()
+        self._wait_for_end()
+        self._inbox.clear()  # batches that were not taken give their memory back
+        self._inbox.append(InvalidRequest(CLOSED))
+
+    def _run(self) -> None:
+        end: Exception | None = None
+        try:
+            while self._transfer_next():
+                pass
+        # A GyreError, or the device is out of memory or broken: the next `take` raises it.
+        except Exception as failure:
+            end = failure
+        if end is not None and self._is_closing:
+            end.__traceback__ = None  # its frames would keep batches until a garbage collection
+        self._has_ended = True
+        self._inbox.append(end)
+        self._has_arrived.wake()
+        self._ended.wake()
+
+    def _transfer_next(self) -> bool:
+        """Begins the next batch's transfer; returns False after the last batch."""
+        batch_number = self.source.position.batch
+        while batch_number >= max(self._num_dequeued, self.position.batch) + NUM_AHEAD:
+            if self._is_closing:
+                return False
+            self._has_room.wait(LONG_WAIT_S)
+        if self._is_closing:
+            return False
+        batch = self.source.take()
+        if batch is None:
+            return False
+        transfer = self._device.begin(batch.memory)
+        self._inbox.append(DeviceBatch(batch.step, batch.cursor, batch.layout, transfer))
+        self._has_arrived.wake()
+        return True
+
+
+class CudaTransfer:
+    """Transfers through pinned memory, on a separate CUDA stream.
+
+    There are `NUM_AHEAD` pinned buffers, used in turn, each as large as the largest payload it has
+    seen. While the device reads one, the next payload is copied into the other. So a payload's own
+    memory is free after one copy within the host, however busy the device is. To transfer straight
+    out of the arena, its pages would have to be pinned; but the arena's mapping is private, and a
+    pinned page of a private mapping is a copy that the daemon never fills again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers = [_PinnedBuffer() for _ in range(NUM_AHEAD)]
+        self._next = 0
+
+    def begin(self, memory: Memory) -> Transfer:
+        """Copies the payload to pinned memory and enqueues its transfer."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % NUM_AHEAD
+        pinned = buffer.fill(memory)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            payload = torch.empty(len(memory), dtype=torch.uint8, device=self._device)
+            payload.copy_(pinned, non_blocking=True)
+            buffer.was_read.record(self._stream)
+            complete = _event()
+            complete.record(self._stream)
+        return _CudaPayload(payload, complete)
+
+
+class _PinnedBuffer:
+    """Pinned memory for one payload.
+
+    Attributes:
+        was_read: Recorded after the device read the payload that was filled in last.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.was_read = _event()
+
+    def fill(self, memory: Memory) -> torch.Tensor:
+        """Returns a pinned copy of `memory`; first waits until the device read the one before."""
+        self.was_read.synchronize()  # returns at once if nothing was recorded yet
+        if len(memory) > len(self._memory):
+            self._memory = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
+        return self._memory[: len(memory)].copy_(torch.from_numpy(memory))
+
+
+class _CudaPayload:
+    def __init__(self, payload: torch.Tensor, complete: torch.cuda.Event) -> None:
+        self._payload = payload
+        self._complete = complete
+
+    def result(self) -> torch.Tensor:
+        """See `Transfer`: the current CUDA stream waits, the host does not."""
+        stream = torch.cuda.current_stream(self._payload.device)
+        stream.wait_event(self._complete)
+        # Freed memory is then used again only after this stream's work with it.
+        self._payload.record_stream(stream)
+        return self._payload
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def parse_device(device: object) -> torch.device | None:
+    """Returns the device to transfer batches to; None if they stay in host memory.
+
+    Raises:
+        InvalidRequest: `device` is neither the CPU nor a CUDA device of this machine.
+    """
+    if device is None:
+        return None
+    if isinstance(device, bool | bytes):
+        raise InvalidRequest(f"device is {device!r}; it must be a device or its name")
+    try:
+        wanted = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidRequest(
+            f"device is {shown(device)}, which torch does not know: {reason}"
+        ) from None
+    if wanted.type == "cpu":
+        return None
+    if wanted.type != "cuda":
+        raise InvalidRequest(
+            f"device is {shown(device)}; batches can be had on the CPU and on CUDA devices"
+        )
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (wanted.index or 0) >= num_devices:
+        build = f"; this build of torch, {torch.__version__}, has no CUDA"
+        raise InvalidRequest(
+            f"device is {shown(device)}, but torch sees {num_devices} CUDA devices here"
+            f"{'' if torch.version.cuda else build}"
+        )
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    return torch.device("cuda", index)

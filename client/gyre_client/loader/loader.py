@@ -23,8 +23,7 @@ from torch.utils.data import IterableDataset
 
 from gyre_client.batches.attachment import NEVER
 from gyre_client.batches.batch import Position, widened
-from gyre_client.batches.device import parse_device
-from gyre_client.batches.stream import STALL_TIMEOUT_S
+from gyre_client.batches.stream import STALL_TIMEOUT_S, parse_device
 from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest, fold, folded
 from gyre_client.loader.functions import (
     declare_classes,

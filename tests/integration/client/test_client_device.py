@@ -14,8 +14,7 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.batches.arena import Memory
-from gyre_client.batches.device import NUM_AHEAD, DeviceStream, parse_device
-from gyre_client.batches.stream import BatchStream
+from gyre_client.batches.stream import NUM_AHEAD, BatchStream, DeviceStream, parse_device
 from gyre_client.errors import CorruptSample, GyreError, InvalidRequest
 from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
