@@ -42,8 +42,8 @@ from gyre_client.command.options import (
     add_engine_argument,
     interval_s,
 )
+from gyre_client.command.output import CommandOutput, emit, emit_more, to_json
 from gyre_client.command.status import add_page_arguments, drain, page, status, top
-from gyre_client.display.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.target import (

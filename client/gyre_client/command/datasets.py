@@ -30,26 +30,33 @@ from gyre_client.command.options import (
     option,
     transforms_of,
 )
-from gyre_client.display.formatting import (
+from gyre_client.command.output import (
     CommandOutput,
     Picture,
-    ProgressBar,
     as_text,
     facts,
-    facts_of,
-    fields_of,
-    media_type,
     page_width,
-    plain,
     shows_pictures,
-    size,
     stacked,
     table,
     thumbnail,
 )
-from gyre_client.display.samples import Decode, Sample, Value, first_samples, token_ids, words_of
+from gyre_client.command.units import LOCAL, findings_of, merged_findings
+from gyre_client.display import (
+    Decode,
+    ProgressBar,
+    Sample,
+    Value,
+    facts_of,
+    fields_of,
+    first_samples,
+    media_type,
+    plain,
+    size,
+    token_ids,
+    words_of,
+)
 from gyre_client.errors import CorruptSample, GyreError, InvalidRequest, NotInstalled
-from gyre_client.prepare.units import LOCAL, findings_of, merged_findings
 from gyre_client.transport.arguments import (
     MAX_UINT32,
     MAX_UINT64,
@@ -479,7 +486,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _share_index(args: argparse.Namespace) -> None:
     """Lets the daemons of all nodes, and the one here, share the index of the dataset."""
-    units = importlib.import_module("gyre_client.prepare.conversion")
+    units = importlib.import_module("gyre_client.command.conversion")
     os.environ.setdefault("GYRE_INDEX_DIR", str(units.unfinished_folder(args.target) / "index"))
 
 
@@ -492,7 +499,7 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """
     try:
         # numpy takes a while to import, and few commands need it
-        conversion = importlib.import_module("gyre_client.prepare.conversion")
+        conversion = importlib.import_module("gyre_client.command.conversion")
     except ModuleNotFoundError as error:
         raise NotInstalled.needs("gyre convert", error.name, "client") from error
     kind = args.to or args.target.name

@@ -26,18 +26,16 @@ from gyre_client.command.options import (
     steps,
     transforms_of,
 )
-from gyre_client.display.formatting import (
+from gyre_client.command.output import (
     CommandOutput,
     Picture,
     duration,
     facts,
     mount_line,
     page_width,
-    plain,
-    size,
     table,
 )
-from gyre_client.display.samples import Sample, contributions, decoder, rows_of_step, words_of
+from gyre_client.display import Sample, contributions, decoder, plain, rows_of_step, size, words_of
 from gyre_client.errors import CursorRejected, InvalidRequest
 from gyre_client.page.training_run import RunFiles, read_run
 from gyre_client.transport.arguments import (

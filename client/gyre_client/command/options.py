@@ -13,9 +13,9 @@ import shtab
 from gyre_protos.text import bytes_of, parse_toml
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.formatting import ProgressBar
+from gyre_client.command.units import LOCAL, Daemons, Work, check_engine, run_on_shards
+from gyre_client.display import ProgressBar
 from gyre_client.errors import InvalidRequest
-from gyre_client.prepare.units import LOCAL, Daemons, Work, check_engine, run_on_shards
 from gyre_client.transport.arguments import dataset_ref, is_location, transform_list
 from gyre_client.transport.connection import Connection
 

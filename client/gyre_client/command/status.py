@@ -12,29 +12,24 @@ import shtab
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.formatting import (
+from gyre_client.command.output import (
     CommandOutput,
-    SessionRates,
     cut,
     duration,
     emit,
     facts,
     fitted,
     live_terminal,
-    measuring_line,
     mount_line,
     page_width,
     painted,
-    plain,
-    session_rates,
-    size,
     stacked,
     to_json,
 )
-from gyre_client.display.samples import decoder
+from gyre_client.display import decoder, measuring_line, plain, size
 from gyre_client.errors import DaemonUnavailable, InvalidRequest, NotAllowed, NotInstalled
 from gyre_client.page.training_run import TrainingRun
-from gyre_client.page.watch import Watch, WatchedDaemon
+from gyre_client.page.watch import SessionRates, Watch, WatchedDaemon, session_rates
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.target import find_target, given_address
 

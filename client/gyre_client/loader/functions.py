@@ -23,7 +23,7 @@ from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.samples import first_samples
+from gyre_client.display import first_samples
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.transport.arguments import shown, transform_list
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection

@@ -23,8 +23,17 @@ from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 from torch.utils.data import default_collate
 
-from gyre_client.display.formatting import MediaBudget, facts_of, fields_of, media_type
-from gyre_client.display.samples import Sample, Value, first_samples, text_of, words_of
+from gyre_client.display import (
+    MediaBudget,
+    Sample,
+    Value,
+    facts_of,
+    fields_of,
+    first_samples,
+    media_type,
+    text_of,
+    words_of,
+)
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.transport.connection import Connection
 

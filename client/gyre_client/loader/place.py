@@ -32,7 +32,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.batch import Position
 from gyre_client.batches.stream import BatchStream, CudaTransfer, DeviceStream
-from gyre_client.display.formatting import ProgressBar, is_watched, measuring_line
+from gyre_client.display import ProgressBar, is_watched, measuring_line
 from gyre_client.errors import (
     ConcurrentUse,
     CursorRejected,

@@ -10,14 +10,17 @@ from typing import Any
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.formatting import MediaBudget, media_type, plain, size
-from gyre_client.display.samples import (
+from gyre_client.display import (
     LOSS_MASK,
     Decode,
+    MediaBudget,
     Sample,
     Value,
     contributions,
+    media_type,
+    plain,
     rows_of_step,
+    size,
     text_of,
     token_ids,
     words_of,

@@ -35,7 +35,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gyre_client.display.samples import Decode
+from gyre_client.display import Decode
 from gyre_client.errors import (
     DaemonUnavailable,
     GyreError,

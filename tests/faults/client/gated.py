@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_client.command import cli
-from gyre_client.prepare import conversion, units
+from gyre_client.command import conversion, units
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gyre_client.batches.attachment import Attachment, Session
+from gyre_client.batches.attachment import Attachment, Consumed, Session
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import DaemonFault, DaemonUnavailable
 from gyre_client.transport.answers import BatchTensors
 from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
-from gyre_client.batches.attachment import Consumed
 from gyre_client.transport.target import Target
 from gyre_protos.v1 import loader_pb2 as pb
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gyre_client import Loader, texts
 from gyre_client.command.cli import main
-from gyre_client.prepare.conversion import OutputFile
+from gyre_client.command.conversion import OutputFile
 from tokenizers import Tokenizer
 
 from tests.probe_transforms import Blown

@@ -4,7 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client.command.cli import main
-from gyre_client.display.formatting import duration, facts, size, table
+from gyre_client.command.output import duration, facts, table
+from gyre_client.display import size
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.loader import Loader
 from gyre_client.transport.arguments import order, reader, whole

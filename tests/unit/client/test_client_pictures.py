@@ -7,8 +7,8 @@ import zlib
 
 import numpy as np
 import pytest
-from gyre_client.display.formatting import as_text, media_type, thumbnail
-from gyre_client.display.samples import Value, words_of
+from gyre_client.command.output import as_text, thumbnail
+from gyre_client.display import Value, media_type, words_of
 from gyre_daemon.datasets.codecs import length_histograms
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable

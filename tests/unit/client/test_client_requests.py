@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from gyre_client.display.formatting import plain
+from gyre_client.display import plain
 from gyre_client.errors import DaemonFault, InvalidRequest
 from gyre_client.transport.arguments import TAILS, choice, dataset_ref, option_value
 from gyre_client.transport.channel import MAX_CHUNK_BYTES, chunk_data

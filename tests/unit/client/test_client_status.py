@@ -4,16 +4,9 @@ import io
 import re
 
 import pytest
+from gyre_client.command.output import cut, fitted, painted, table, width
 from gyre_client.command.status import full_text, summary_lines, to_plain
-from gyre_client.display.formatting import (
-    SessionRates,
-    cut,
-    fitted,
-    painted,
-    session_rates,
-    table,
-    width,
-)
+from gyre_client.page.watch import SessionRates, session_rates
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 from hypothesis import given

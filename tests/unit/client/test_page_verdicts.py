@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gyre_client.display.formatting import MediaBudget
-from gyre_client.display.samples import Sample, Value, decoder
+from gyre_client.display import MediaBudget, Sample, Value, decoder
 from gyre_client.errors import InvalidRequest
 from gyre_client.page.training_run import Curve, TrainingRun
 from gyre_client.page.views import _fields, cost_request, evenness

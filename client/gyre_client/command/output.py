@@ -1,13 +1,10 @@
-"""The output of commands: tables, sizes and pictures for people, in colours; JSON for programs.
-
-Datasets, sessions and mounts come in words: fields, histograms, rates, bottlenecks, progress.
+"""The output of commands: tables, histograms, pictures for people, in colours; JSON for programs.
 
 Bytes of datasets are decoded only where this is asked for, only as one of a few kinds of images,
 and only after their size was checked. A terminal for repeated drawing is restored however the
 program ends.
 """
 
-import base64
 import contextlib
 import io
 import json
@@ -22,33 +19,19 @@ import textwrap
 import time
 import tty
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
-from typing import IO, Any, NamedTuple, NoReturn, Self
+from typing import IO, Any, NamedTuple, NoReturn
 
-from google.protobuf.message import Message
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import NotInstalled
+from gyre_client.page.watch import PROCESSOR_BOUND, STORAGE_BOUND, TRAINER_BOUND
 
-_SIGNATURES = (
-    (b"\xff\xd8\xff", "image/jpeg"),
-    (b"\x89PNG\r\n\x1a\n", "image/png"),
-    (b"GIF87a", "image/gif"),
-    (b"GIF89a", "image/gif"),
-    (b"fLaC", "audio/flac"),
-    (b"OggS", "audio/ogg"),
-    (b"ID3", "audio/mpeg"),
-    (b"\xff\xfb", "audio/mpeg"),
-    (b"\xff\xf3", "audio/mpeg"),
-)
-_RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
 _DECODABLE = ("JPEG", "PNG", "GIF", "WEBP")
 # An image is decoded whole before it is made smaller: 64 million pixels take 192 MiB.
 _MAX_PIXELS = 64 << 20
-_MAX_MEDIUM_BYTES = 8 << 20  # larger images and sounds are named, not put into pages
 _UPPER_HALF = "\u2580"  # its upper half in the text's colour, its lower half in the background's
 _END = "\x1b[0m"
 
@@ -71,27 +54,6 @@ class Picture(NamedTuple):
             ]
             lines.append("".join(cells) + _END)
         return "\n".join(lines)
-
-
-def media_type(data: bytes) -> str | None:
-    """Returns the type of an image or a sound by its first bytes; None if it is neither."""
-    if data[:4] == b"RIFF":
-        return _RIFF.get(data[8:12])
-    return next((kind for start, kind in _SIGNATURES if data.startswith(start)), None)
-
-
-class MediaBudget:
-    """How many bytes of images and sounds a page may still have, so that it stays small."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
-
-    def source(self, kind: str, data: bytes) -> str | None:
-        """Returns the bytes as the source of an element; None if there are too many."""
-        if len(data) > min(_MAX_MEDIUM_BYTES, self._left):
-            return None
-        self._left -= len(data)
-        return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def shows_pictures(output: IO[str]) -> bool:
@@ -130,8 +92,6 @@ def thumbnail(data: bytes, num_columns: int, num_lines: int) -> Picture | None:
     return Picture(rows)
 
 
-STORAGE_BOUND, PROCESSOR_BOUND = "storage-bound", "processor-bound"
-TRAINER_BOUND, BALANCED, IDLE = "trainer-bound", "balanced", "idle"
 _BOLD, _RED, _GREEN, _YELLOW, _MAGENTA, _PLAIN = (
     f"\x1b[{code}m" for code in (1, 31, 32, 33, 35, 0)
 )
@@ -198,34 +158,6 @@ def emit_more(parts: Sequence[str | Picture]) -> None:
             emit(part)
         elif shows_pictures(sys.stdout):
             print(part.drawn(), flush=True)
-
-
-def is_watched() -> bool:
-    """Whether a person may see progress: standard error is a terminal, or this is a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """Returns a protocol message as JSON-ready values.
-
-    Every field is there by its name: integers as integers, absent messages and options as None.
-    """
-    return {
-        field.name: None
-        if field.has_presence and not message.HasField(field.name)
-        else _plain_value(getattr(message, field.name))
-        for field in message.DESCRIPTOR.fields
-    }
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, Message):
-        return plain(value)
-    if isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain_value(item) for key, item in value.items()}
-    return [_plain_value(item) for item in value]
 
 
 def to_json(value: Any) -> str:
@@ -356,15 +288,6 @@ def facts(pairs: Iterable[tuple[str, object]], num_columns: int | None = None) -
     return "\n".join(lines)
 
 
-def size(num_bytes: float) -> str:
-    """Returns a size in binary units: 1536 is "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} PiB"
-
-
 def duration(seconds: float) -> str:
     """Returns a duration in words: 3700 is "1 h 1 min"."""
     if seconds < 60:
@@ -458,90 +381,6 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-_MAX_NOTE_COLUMNS = 40
-
-
-class ProgressBar:
-    """How much of a task is done, on a terminal or in a notebook; use it in a `with`."""
-
-    def __init__(self, unit: str) -> None:
-        """Shows nothing done yet.
-
-        Args:
-            unit: The counted things, in the plural.
-        """
-        from tqdm.auto import tqdm  # noqa: PLC0415  # most commands draw no bar
-
-        self._bar = tqdm(unit=f" {unit}", leave=False, dynamic_ncols=True, disable=not is_watched())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
-
-    def update(self, num_done: int, num_all: int, note: str = "") -> None:
-        """Shows how many of all are done, and a note on the last one."""
-        if self._bar.total != num_all:
-            self._bar.total = num_all
-        if note:
-            self._bar.set_postfix_str(cut(printable(note), _MAX_NOTE_COLUMNS), refresh=False)
-        self._bar.update(num_done - self._bar.n)
-
-
-def facts_of(description: pb.DatasetDescription, *, is_path: bool) -> list[tuple[str, str]]:
-    """Returns names and values of a dataset, for the head of a text or page."""
-    least, greatest = description.least_shard_bytes, description.greatest_shard_bytes
-    sizes = f": {size(least)} to {size(greatest)}" if description.num_shards > 1 else ""
-    packing = description.packing
-    packed = [("packed", _packed(packing))] if description.HasField("packing") else []
-    return [
-        ("name", "-" if is_path else description.name),
-        ("format", description.format),
-        ("uri", description.uri),
-        ("samples", f"{description.num_samples:,}{_left_out(description)}"),
-        ("shards", f"{description.num_shards:,}{sizes}"),
-        ("size", size(description.num_bytes)),
-        ("fingerprint", description.fingerprint),
-        *([("grows", "by shards behind all others (append)")] if description.grows else []),
-        *packed,
-        *([("transforms", ", ".join(description.transforms))] if description.transforms else []),
-    ]
-
-
-def fields_of(fields: Iterable[pb.Field]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Returns the heads and the rows of the table of fields."""
-    heads, has_media = ("FIELD", "DTYPE", "SHAPE"), any(field.media_type for field in fields)
-    rows = [(field.name, field.dtype, _shape(field)) for field in fields]
-    if not has_media:
-        return heads, list(rows)
-    media = [field.media_type for field in fields]
-    return (*heads, "MEDIA TYPE"), [(*row, each) for row, each in zip(rows, media, strict=True)]
-
-
-def _packed(packing: pb.Packing) -> str:
-    """Returns how well documents fill the sequences, and how many were cut or left out."""
-    ends = {"drop": "left out", "truncate": "cut short", "split": "split"}
-    filled = f"{packing.length:,}, of which {packing.efficiency:.2%} is filled"
-    documents = counted(packing.num_documents, "document", ",")
-    parts = [f"{documents} by {packing.field} into sequences of {filled}"]
-    if packing.num_overlong:
-        parts.append(f"{packing.num_overlong:,} longer ones {ends[packing.overlong]}")
-    if packing.num_empty:
-        parts.append(f"{packing.num_empty:,} empty ones left out")
-    return "; ".join(parts)
-
-
-def _left_out(description: pb.DatasetDescription) -> str:
-    number = description.num_left_out
-    return f"; the filter leaves {number:,} out" if number else ""
-
-
-def _shape(field: pb.Field) -> str:
-    sizes = (["*"] if field.ragged else []) + [str(length) for length in field.shape]
-    return f"[{', '.join(sizes)}]"
-
-
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 _FULL = "\u2588"
 _MAX_CELLS = 40
@@ -583,92 +422,3 @@ def mount_line(mount: pb.Mount) -> str:
     """Returns which mount hangs and since when, in one line."""
     name = f"{printable(mount.path)} ({printable(mount.file_system)})"
     return f"{name} has not answered for {duration(mount.hangs_since_s)}"
-
-
-# Window occupancies that count as empty and as full. Credits and reads come in quarters of a
-# window, so a window is hardly ever quite empty or quite full.
-_EMPTY, _NEARLY_FULL = (0.25, 0.75)
-# A trainer that lacks a batch for less of its time than this loses nothing worth a search.
-STARVED = 0.05
-_MIN_ELAPSED_S = 0.1  # a shorter time says nothing about a rate
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRates:
-    """One session over its last ten seconds, or since it began.
-
-    Attributes:
-        batches_per_s: Batches that the trainer took.
-        bytes_per_s: Payload of those batches.
-        occupancy: The mean share of the prefetch window that was ready, in [0, 1]; None if there
-            was no window.
-        starved: The share of the time that the trainer had no batch to go on with, in [0, 1], as
-            its client reports.
-        wait_storage: The share of the time that the client had credit and no batch was ready
-            because storage had not answered.
-        wait_processor: The same, because no processor was free to copy or decode the batch.
-        wait_trainer: The share of the time that a batch was ready and the client had no credit.
-    """
-
-    batches_per_s: float
-    bytes_per_s: float
-    occupancy: float | None
-    starved: float
-    wait_storage: float
-    wait_processor: float
-    wait_trainer: float
-
-    @property
-    def meaning(self) -> str:
-        """The bottleneck of the session.
-
-        An empty window waits for storage or for a processor, a full one for its trainer. So does an
-        empty one whose trainer never waits: it has its batches already, or asks for no more yet.
-        """
-        if self.occupancy is None:
-            return IDLE
-        if self.occupancy <= _EMPTY and self.starved >= STARVED:
-            return PROCESSOR_BOUND if self.wait_processor > self.wait_storage else STORAGE_BOUND
-        return BALANCED if _EMPTY < self.occupancy < _NEARLY_FULL else TRAINER_BOUND
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns JSON-ready values."""
-        return {**asdict(self), "meaning": self.meaning}
-
-
-def session_rates(session: pb.SessionState) -> SessionRates | None:
-    """Returns the rates of a session; None if it has just begun."""
-    lately = session.lately
-    elapsed_s = lately.elapsed_s
-    if elapsed_s < _MIN_ELAPSED_S:
-        return None
-    size_s = lately.window_size_batch_s
-    return SessionRates(
-        batches_per_s=lately.batches_per_s,
-        bytes_per_s=lately.bytes_per_s,
-        occupancy=_share(lately.window_ready_batch_s, size_s) if size_s > 0 else None,
-        starved=_share(lately.trainer_waited_s, elapsed_s),
-        wait_storage=_share(lately.wait_storage_s, elapsed_s),
-        wait_processor=_share(lately.wait_processor_s, elapsed_s),
-        wait_trainer=_share(lately.wait_trainer_s, elapsed_s),
-    )
-
-
-def _share(part: float, whole: float) -> float:
-    """Returns a share in [0, 1]: a wait is reported when it ends, so it may exceed the interval."""
-    return min(max(part / whole, 0.0), 1.0)
-
-
-def measuring_line(state: pb.MeasuringState) -> str:
-    """Returns a line such as `wiki: 1,200 of 40,000 samples (3.0%), 85/s, 456 s left`."""
-    done, whole = state.num_done, max(state.num_samples, 1)
-    line = (
-        f"{printable(state.dataset)}: {done:,} of {counted(state.num_samples, 'sample', ',')} "
-        f"({done / whole:.1%})"
-    )
-    num_new = done - state.num_reused
-    if num_new <= 0 or state.elapsed_s <= 0:
-        return line
-    rate = num_new / state.elapsed_s
-    left_s = max(state.num_samples - done, 0) / rate
-    return f"{line}, {rate:,.0f}/s, {left_s:,.0f} s left"

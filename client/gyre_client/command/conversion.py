@@ -28,9 +28,9 @@ import numpy.typing as npt
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client import __version__
-from gyre_client.display.samples import arrays_of
+from gyre_client.command.units import Daemons, UnitFolder, opened, run_units, write_whole
+from gyre_client.display import arrays_of
 from gyre_client.errors import DaemonFault, InvalidRequest, NotInstalled
-from gyre_client.prepare.units import Daemons, UnitFolder, opened, run_units, write_whole
 from gyre_client.transport.answers import (
     BFLOAT16,
     MAX_BYTES,

@@ -1,21 +1,23 @@
-"""Single samples of a dataset, for commands that show them.
+"""A dataset's description, progress and single samples, in words: for commands, pages, notebooks.
 
-They come in one batch over gRPC, which needs no torch.
+Samples come in one batch over gRPC, which needs no torch.
 """
 
+import base64
 import itertools
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import grpc
-from gyre_protos.text import printable
+from google.protobuf.message import Message
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.display.formatting import media_type, size
 from gyre_client.errors import DaemonFault, InvalidRequest, NotInstalled
 from gyre_client.transport.answers import (
     BFLOAT16,
@@ -31,6 +33,178 @@ from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_f
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+_SIGNATURES = (
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"GIF87a", "image/gif"),
+    (b"GIF89a", "image/gif"),
+    (b"fLaC", "audio/flac"),
+    (b"OggS", "audio/ogg"),
+    (b"ID3", "audio/mpeg"),
+    (b"\xff\xfb", "audio/mpeg"),
+    (b"\xff\xf3", "audio/mpeg"),
+)
+_RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
+_MAX_MEDIUM_BYTES = 8 << 20  # larger images and sounds are named, not put into pages
+
+
+def media_type(data: bytes) -> str | None:
+    """Returns the type of an image or a sound by its first bytes; None if it is neither."""
+    if data[:4] == b"RIFF":
+        return _RIFF.get(data[8:12])
+    return next((kind for start, kind in _SIGNATURES if data.startswith(start)), None)
+
+
+class MediaBudget:
+    """How many bytes of images and sounds a page may still have, so that it stays small."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+
+    def source(self, kind: str, data: bytes) -> str | None:
+        """Returns the bytes as the source of an element; None if there are too many."""
+        if len(data) > min(_MAX_MEDIUM_BYTES, self._left):
+            return None
+        self._left -= len(data)
+        return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Returns a protocol message as JSON-ready values.
+
+    Every field is there by its name: integers as integers, absent messages and options as None.
+    """
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else _plain_value(getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain_value(item) for key, item in value.items()}
+    return [_plain_value(item) for item in value]
+
+
+def size(num_bytes: float) -> str:
+    """Returns a size in binary units: 1536 is "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} PiB"
+
+
+def is_watched() -> bool:
+    """Whether a person may see progress: standard error is a terminal, or this is a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+_MAX_NOTE_CHARS = 40
+
+
+class ProgressBar:
+    """How much of a task is done, on a terminal or in a notebook; use it in a `with`."""
+
+    def __init__(self, unit: str) -> None:
+        """Shows nothing done yet.
+
+        Args:
+            unit: The counted things, in the plural.
+        """
+        from tqdm.auto import tqdm  # noqa: PLC0415  # most commands draw no bar
+
+        self._bar = tqdm(unit=f" {unit}", leave=False, dynamic_ncols=True, disable=not is_watched())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def update(self, num_done: int, num_all: int, note: str = "") -> None:
+        """Shows how many of all are done, and a note on the last one."""
+        if self._bar.total != num_all:
+            self._bar.total = num_all
+        if note:
+            self._bar.set_postfix_str(printable(note)[:_MAX_NOTE_CHARS], refresh=False)
+        self._bar.update(num_done - self._bar.n)
+
+
+def facts_of(description: pb.DatasetDescription, *, is_path: bool) -> list[tuple[str, str]]:
+    """Returns names and values of a dataset, for the head of a text or page."""
+    least, greatest = description.least_shard_bytes, description.greatest_shard_bytes
+    sizes = f": {size(least)} to {size(greatest)}" if description.num_shards > 1 else ""
+    packing = description.packing
+    packed = [("packed", _packed(packing))] if description.HasField("packing") else []
+    return [
+        ("name", "-" if is_path else description.name),
+        ("format", description.format),
+        ("uri", description.uri),
+        ("samples", f"{description.num_samples:,}{_left_out(description)}"),
+        ("shards", f"{description.num_shards:,}{sizes}"),
+        ("size", size(description.num_bytes)),
+        ("fingerprint", description.fingerprint),
+        *([("grows", "by shards behind all others (append)")] if description.grows else []),
+        *packed,
+        *([("transforms", ", ".join(description.transforms))] if description.transforms else []),
+    ]
+
+
+def fields_of(fields: Iterable[pb.Field]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Returns the heads and the rows of the table of fields."""
+    heads, has_media = ("FIELD", "DTYPE", "SHAPE"), any(field.media_type for field in fields)
+    rows = [(field.name, field.dtype, _shape(field)) for field in fields]
+    if not has_media:
+        return heads, list(rows)
+    media = [field.media_type for field in fields]
+    return (*heads, "MEDIA TYPE"), [(*row, each) for row, each in zip(rows, media, strict=True)]
+
+
+def _packed(packing: pb.Packing) -> str:
+    """Returns how well documents fill the sequences, and how many were cut or left out."""
+    ends = {"drop": "left out", "truncate": "cut short", "split": "split"}
+    filled = f"{packing.length:,}, of which {packing.efficiency:.2%} is filled"
+    documents = counted(packing.num_documents, "document", ",")
+    parts = [f"{documents} by {packing.field} into sequences of {filled}"]
+    if packing.num_overlong:
+        parts.append(f"{packing.num_overlong:,} longer ones {ends[packing.overlong]}")
+    if packing.num_empty:
+        parts.append(f"{packing.num_empty:,} empty ones left out")
+    return "; ".join(parts)
+
+
+def _left_out(description: pb.DatasetDescription) -> str:
+    number = description.num_left_out
+    return f"; the filter leaves {number:,} out" if number else ""
+
+
+def _shape(field: pb.Field) -> str:
+    sizes = (["*"] if field.ragged else []) + [str(length) for length in field.shape]
+    return f"[{', '.join(sizes)}]"
+
+
+def measuring_line(state: pb.MeasuringState) -> str:
+    """Returns a line such as `wiki: 1,200 of 40,000 samples (3.0%), 85/s, 456 s left`."""
+    done, whole = state.num_done, max(state.num_samples, 1)
+    line = (
+        f"{printable(state.dataset)}: {done:,} of {counted(state.num_samples, 'sample', ',')} "
+        f"({done / whole:.1%})"
+    )
+    num_new = done - state.num_reused
+    if num_new <= 0 or state.elapsed_s <= 0:
+        return line
+    rate = num_new / state.elapsed_s
+    left_s = max(state.num_samples - done, 0) / rate
+    return f"{line}, {rate:,.0f}/s, {left_s:,.0f} s left"
+
 
 _HEARTBEATS_PER_LEASE = 4
 
