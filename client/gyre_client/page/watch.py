@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
@@ -19,6 +19,7 @@ from gyre_client.page.training_run import TrainingRun
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.target import Target
 
+_Shown = TypeVar("_Shown")
 LOOK_S = 1.0
 _STATUS_TIMEOUT_S = 2.0
 _DATASETS_EVERY_S = 10.0
@@ -215,14 +216,10 @@ class WatchedDaemon:
             raise InvalidRequest("this job has ended. Choose another one.")
         return min(found, key=lambda each: each.resume_step)
 
-    def dataset_of(self, session: pb.SessionState) -> pb.DatasetRef:
-        """Returns the dataset of a session, as the session reads it."""
-        return pb.DatasetRef(session=session.handle)
-
     def step_request(self, key: str, step: int) -> pb.LocateStepRequest:
         """Returns the request for the samples of a job's step."""
         session = self.session_of(key)
-        ref = self.dataset_of(session)
+        ref = pb.DatasetRef(session=session.handle)
         return pb.LocateStepRequest(dataset=ref, cursor=session.cursor, step=step)
 
     def reads_of(self, key: str) -> list[dict[str, Any]]:
@@ -235,7 +232,7 @@ class WatchedDaemon:
         """Returns how the time of a step's batches was spent."""
         session = self.session_of(key)
         response = self.connection.explain(
-            pb.ExplainStepRequest(dataset=self.dataset_of(session), step=step)
+            pb.ExplainStepRequest(dataset=pb.DatasetRef(session=session.handle), step=step)
         )
         return [plain(each) for each in response.timings]
 
@@ -376,11 +373,7 @@ class Watch:
             yield text
 
     def daemon_of(self, key: str) -> WatchedDaemon:
-        """Returns the daemon of a job.
-
-        Raises:
-            InvalidRequest: There is none of this number.
-        """
+        """Returns the daemon of a job; see `daemon`."""
         return self.daemon(key.partition("/")[0])
 
     def daemon(self, number: str) -> WatchedDaemon:
@@ -389,9 +382,7 @@ class Watch:
         Raises:
             InvalidRequest: There is none.
         """
-        if number.isdecimal() and len(number) < 6 and int(number) < len(self.daemons):
-            return self.daemons[int(number)]
-        raise InvalidRequest(f"there is no daemon {number[:20]!r} on this page")
+        return _numbered(self.daemons, number, "daemon")
 
     def serving(self, ref: pb.DatasetRef) -> WatchedDaemon:
         """Returns the daemon that serves a dataset; the first one for data that none names.
@@ -414,14 +405,18 @@ class Watch:
         Raises:
             InvalidRequest: There is none.
         """
-        if number.isdecimal() and len(number) < 6 and int(number) < len(self.runs):
-            return self.runs[int(number)]
-        raise InvalidRequest(f"there is no run {number[:20]!r} on this page. Give --run FOLDER.")
+        return _numbered(self.runs, number, "run")
 
     def close(self) -> None:
         """Ends all calls."""
         for each in self.daemons:
             each.close()
+
+
+def _numbered(shown: Sequence[_Shown], number: str, kind: str) -> _Shown:
+    if number.isdecimal() and len(number) < 6 and int(number) < len(shown):
+        return shown[int(number)]
+    raise InvalidRequest(f"there is no {kind} {number[:20]!r} on this page. Give --{kind}.")
 
 
 # Sessions that read samples for the page; they are no jobs.

@@ -10,8 +10,8 @@ import pytest
 from gyre_client.display import MediaBudget, Sample, Value, decoder
 from gyre_client.errors import InvalidRequest
 from gyre_client.page.training_run import Curve, TrainingRun
-from gyre_client.page.views import _fields, cost_request, evenness
 from gyre_client.page.watch import OWN_JOBS, LatencyMap, jobs_of, users_of
+from gyre_client.page.web import _fields, cost_request, evenness
 from gyre_protos.v1 import loader_pb2 as pb
 
 
