@@ -8,29 +8,29 @@ A *map-style* opponent is a torch DataLoader that reads samples by their numbers
 shuffle. webdataset, and `datasets` when it streams, shuffle files and a buffer of samples. Each
 gives the stored fields: images as bytes, text as text.
 
-A separate process times loaders: `python -m gyre_client.bench`. The first line of its standard
-input is the task, and each further line is a command; it answers each with a line of JSON. A reader
-touches every cache line of every batch, as a copy to a device would.
+Separate processes time loaders, one of them Gyre: a DataLoader's workers are forked, and a process
+that uses gRPC must not fork. A reader touches every cache line of every batch, as a copy to a
+device would.
 """
 
 import contextlib
 import importlib.util
 import io
-import json
 import mmap
+import multiprocessing
+import os
 import re
 import statistics
-import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -182,16 +182,6 @@ def _matches(path: Path, suffixes: tuple[str, ...] | None) -> list[Path]:
     return [file for file in sorted(found, key=str) if file.is_file()]
 
 
-class Samples(Protocol):
-    """A map-style dataset that reads whole batches."""
-
-    def __len__(self) -> int:
-        """The number of samples."""
-
-    def __getitems__(self, indices: Indices) -> Batch:
-        """Reads a batch."""
-
-
 class Windows(Dataset[Batch]):
     """Windows of the tokens in flat files, or rows of npy files: memory maps."""
 
@@ -332,8 +322,8 @@ class EndlessShuffle(Sampler[Indices]):
                 yield order[end - self._batch_size : end]
 
 
-def samples_of(task: Mapping[str, Any], kind: str) -> Samples:
-    """Returns a map-style opponent, `map` or `table`."""
+def samples_of(task: Mapping[str, Any], kind: str) -> Any:
+    """Returns a map-style opponent, `map` or `table`, which reads whole batches."""
     files = [Path(file) for file in task["files"]]
     if kind == TABLE:
         return Table(_load(task))
@@ -349,7 +339,7 @@ def batches_of(task: Mapping[str, Any], kind: str, num_workers: int) -> Iterator
     if num_workers:
         more["prefetch_factor"] = 4  # torch's default of 2 is slower
     if kind in (MAP, TABLE):
-        samples: Any = samples_of(task, kind)
+        samples = samples_of(task, kind)
         sampler: Any = EndlessShuffle(len(samples), size, seed)
         yield from DataLoader(samples, batch_sampler=sampler, **more)
     elif kind == PIPELINE:
@@ -410,7 +400,7 @@ class Comparison:
     Attributes:
         files_were_cached: The files were in the page cache before the first measurement.
         missing: Packages that further opponents would need.
-        medians: For each loader, the medians over its turns of the results of `stopwatch.measure`.
+        medians: For each loader, the medians over its turns of the results of `measure`.
     """
 
     files_were_cached: bool
@@ -442,12 +432,12 @@ def compare(description: pb.DatasetDescription, task: Mapping[str, Any], show: S
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="gyre-bench-"))
         task = {**task, **task_of(description, task["options"], cache)}
         is_warm = _warm(task["files"], description.num_bytes)
-        # Gyre runs in a separate process: the DataLoader's workers are forked, and a process that
-        # uses gRPC must not fork.
-        opponents = stack.enter_context(_Stopwatch(task))
-        gyre = stack.enter_context(_Stopwatch(task))
+        spawn = multiprocessing.get_context("spawn")
+        opponents, gyre = (
+            stack.enter_context(ProcessPoolExecutor(1, spawn, _begin)) for _ in range(2)
+        )
         for kind in dict.fromkeys(each.kind for each in contenders if each.kind in (MAP, TABLE)):
-            if differs := gyre.ask("differing", kind):
+            if differs := _asked(gyre, differing, task, kind):
                 raise InvalidRequest(
                     f"the files at {description.uri} differ from the daemon's data: {differs} "
                     "differs, so they cannot be compared"
@@ -458,9 +448,9 @@ def compare(description: pb.DatasetDescription, task: Mapping[str, Any], show: S
             for contender in order:
                 num_done = sum(map(len, rounds))
                 show(num_done, 2 * len(contenders), contender.label)
-                stopwatch = gyre if contender.kind == GYRE else opponents
-                rounds[-1][contender] = stopwatch.ask(
-                    "measure", contender.kind, contender.num_workers
+                process = gyre if contender.kind == GYRE else opponents
+                rounds[-1][contender] = _asked(
+                    process, measure, task, contender.kind, contender.num_workers
                 )
     medians = {
         contender: {
@@ -475,7 +465,7 @@ def compare(description: pb.DatasetDescription, task: Mapping[str, Any], show: S
 def task_of(
     description: pb.DatasetDescription, options: Mapping[str, Any] | None, cache: str
 ) -> dict[str, Any]:
-    """Returns the entries of a task that follow from the dataset, ready for JSON.
+    """Returns the entries of a task that follow from the dataset.
 
     Raises:
         InvalidRequest: See `find_files`.
@@ -493,47 +483,18 @@ def task_of(
     }
 
 
-class _Stopwatch:
-    """A child process that reads and measures: `python -m gyre_client.bench`."""
+def _begin() -> None:
+    """Makes a process ready to measure: libraries print no warnings, and torch uses one core."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    torch.set_num_threads(1)
 
-    def __init__(self, task: Mapping[str, Any]) -> None:
-        # The child's standard error; the file has no name and ends with this object.
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        command, pipe = [sys.executable, "-m", "gyre_client.bench"], subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True
-        )
-        self._send(task)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is not None:
-            self._process.kill()
-        self._process.communicate()
-        self._stderr.close()
-
-    def ask(self, *command: object) -> Any:
-        """Returns the child's answer to a command.
-
-        Raises:
-            DaemonFault: The child ended; the message has the last line of its standard error.
-        """
-        assert self._process.stdout
-        self._send(command)
-        line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
-        self._process.wait()
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        raise DaemonFault(f"the comparison stopped: {lines[-1] if lines else 'without a message'}")
-
-    def _send(self, value: object) -> None:
-        assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # `ask` finds out why
-            print(json.dumps(value), file=self._process.stdin, flush=True)
+def _asked(process: ProcessPoolExecutor, function: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        return process.submit(function, *arguments).result()
+    except Exception as error:  # those of any library
+        reason = f"{type(error).__name__}: {error}"
+        raise DaemonFault(f"the comparison stopped: {reason}") from error
 
 
 def _warm(files: list[str], num_bytes: int) -> bool:
@@ -604,17 +565,6 @@ def differing(task: dict[str, Any], kind: str) -> str:
     return ""
 
 
-def main() -> None:
-    """Runs commands until the standard input ends."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    task = json.loads(sys.stdin.readline())
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        answer = measure(task, *arguments) if command == "measure" else differing(task, *arguments)
-        print(json.dumps(answer), flush=True)
-
-
 def _batches(task: dict[str, Any], kind: str, num_workers: int) -> Any:
     """Yields batches without an end."""
     if kind != GYRE:
@@ -669,7 +619,3 @@ def _touch(value: Any) -> int:
     data = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
     np.ascontiguousarray(data).reshape(-1).view(np.uint8)[::CACHE_LINE_BYTES].sum()
     return data.nbytes
-
-
-if __name__ == "__main__":
-    main()
