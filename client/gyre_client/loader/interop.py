@@ -39,8 +39,6 @@ from gyre_client.transport.connection import Connection
 
 if TYPE_CHECKING:
     from gyre_client.loader.loader import Loader
-if TYPE_CHECKING:
-    from gyre_client.loader.loader import Loader
 
 
 class PreparedLoader:

@@ -290,7 +290,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         key = join_run(self._request, is_named=bool(job))
         arguments = arguments_that_agree(self._request, self._num_epochs)
         stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
-        self._one_thread = OneThread(self, "this Loader")
+        self._one_thread = OneThread(self)
         self._loaded_batch = -1  # the one at which a state was loaded just now
         self._iteration = 0  # the number of the youngest iterator
         self._stop_batch = UNKNOWN  # the batch behind the last one of its iteration

@@ -61,20 +61,27 @@ class Epochs:
         self,
         stages: Sequence[tuple[int, int]],
         batch_size: int,
+        tail: str = "wrap",
         skipped: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Adds up where each stage begins.
 
         Args:
-            stages: For each, its first epoch, and L, the positions of an epoch, at least 1. The
-                first begins with epoch 0; both numbers rise.
+            stages: For each, its first epoch, and N, the samples of an epoch. The first begins with
+                epoch 0; both numbers rise.
             batch_size: G, the positions of a step over all ranks.
+            tail: How to use samples that do not fill an epoch's last batch.
             skipped: Ranges of steps to leave out; they rise and do not touch.
         """
         self._batch_size = batch_size
         self.skipped = tuple(skipped)
         self._first = [first for first, _ in stages]
-        self._lengths = [length for _, length in stages]
+        nums = [num_samples for _, num_samples in stages]
+        if tail == "drop":
+            nums = [num // batch_size * batch_size for num in nums]
+        elif tail == "pad":
+            nums = [-(-num // batch_size) * batch_size for num in nums]
+        self._lengths = nums  # L of each
         self._positions = [0]
         for number in range(1, len(stages)):
             num_epochs = self._first[number] - self._first[number - 1]
@@ -125,34 +132,6 @@ class Epochs:
         """
         num_iterations = self.epoch_of(batch) // num_epochs + 1
         return self.first_batch(num_iterations * num_epochs)
-
-
-def epochs_of(
-    stages: Sequence[tuple[int, int]],
-    batch_size: int,
-    tail: str,
-    skipped: Sequence[tuple[int, int]] = (),
-) -> Epochs:
-    """Returns the epochs of batches of G, with the tail `wrap`, `drop` or `pad`.
-
-    Args:
-        stages: For each, its first epoch, and N, the samples of an epoch; see `Epochs`.
-        batch_size: G.
-        tail: How to use samples that do not fill an epoch's last batch.
-        skipped: See `Epochs`.
-    """
-    lengths = [(first, _length(num_samples, batch_size, tail)) for first, num_samples in stages]
-    return Epochs(lengths, batch_size, skipped)
-
-
-def _length(num_samples: int, batch_size: int, tail: str) -> int:
-    match tail:
-        case "drop":
-            return num_samples // batch_size * batch_size
-        case "pad":
-            return -(-num_samples // batch_size) * batch_size
-        case _:
-            return num_samples
 
 
 FORK_ADVICE = (
@@ -393,7 +372,7 @@ class JobPlace:
         self, stages: list[tuple[int, int]], skipped: Sequence[tuple[int, int]] = ()
     ) -> None:
         batch_size = self._request.order.global_batch_size
-        self.epochs = epochs_of(stages, batch_size, self._tail, skipped)
+        self.epochs = Epochs(stages, batch_size, self._tail, skipped)
 
 
 UNKNOWN = -1  # the end of an iteration that was not looked for yet
@@ -489,17 +468,11 @@ class OneThread:
     Nothing is held meanwhile, so there is nothing to leave: an exception may end a method anywhere.
     """
 
-    __slots__ = ("_last", "_owner_id", "_what")
+    __slots__ = ("_last", "_owner_id")
 
-    def __init__(self, owner: object, what: str) -> None:
-        """Takes the first thread that comes.
-
-        Args:
-            owner: The object, which keeps this one.
-            what: the name of the object in the error message.
-        """
+    def __init__(self, owner: object) -> None:
+        """Takes the first thread that comes; `owner` is the object, which keeps this one."""
         self._owner_id = id(owner)
-        self._what = what
         self._last = 0  # the identifier of the thread
 
     def check(self) -> None:
@@ -512,7 +485,7 @@ class OneThread:
             if self._is_inside():
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 raise ConcurrentUse(
-                    f"thread {threading.current_thread().name!r} uses {self._what} while thread "
+                    f"thread {threading.current_thread().name!r} uses this Loader while thread "
                     f"{names.get(self._last, 'just ended')!r} does. "
                     "Use it in one thread at a time, or give each thread its own."
                 )

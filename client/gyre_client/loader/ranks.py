@@ -85,91 +85,19 @@ def ranks_of_loader(
         explicit: `rank`, `world_size`, `peer`, `cp_rank` and `cp_size`.
 
     Raises:
-        InvalidRequest: They contradict each other, or see `ranks_of` and `ranks_of_mesh`.
+        InvalidRequest: They contradict each other, the mesh has no names or is no mesh, or this
+            process is not in it; or see `ranks_of` and `ranks_at`.
     """
     if mesh is None:
         if data_dims is not None or cp_dim is not None:
             key = "cp_dim" if data_dims is None else "data_dims"
             raise InvalidRequest(f"{key}: names dims of a mesh, and there is none. Pass mesh=")
-        ranks = ranks_of(*explicit)
-        return replace(ranks, num_local=_num_local(ranks.world_size))
+        return ranks_of(*explicit)
     if any(each is not None for each in explicit):
         raise InvalidRequest(
             "mesh: says which ranks read which batches. Leave out rank, world_size, peer, cp_rank "
             "and cp_size"
         )
-    ranks = ranks_of_mesh(mesh, data_dims, cp_dim)
-    return replace(ranks, num_local=_num_local_of_mesh(mesh, data_dims or ()))
-
-
-def ranks_of(
-    rank: int | None,
-    world_size: int | None,
-    peer: int | None = None,
-    cp_rank: int | None = None,
-    cp_size: int | None = None,
-) -> Ranks:
-    """Returns the ranks as given, as torch.distributed says, or those of a process alone.
-
-    Raises:
-        InvalidRequest: The numbers are out of range, only one of a pair is given, `peer` or a slice
-            is given without a rank, or this process was launched as one of several ranks and
-            torch.distributed is not initialised.
-    """
-    number, num = rank_and_world_size(rank, world_size)
-    if (cp_rank is None) != (cp_size is None):
-        raise InvalidRequest("cp_rank and cp_size go together: give both or neither")
-    if rank is None:
-        if peer is not None or cp_size is not None:
-            raise InvalidRequest(
-                f"{'cp_rank' if peer is None else 'peer'} needs rank and world_size: peers read "
-                "one rank's part. Pass rank= and world_size= of the data-parallel group, or mesh="
-            )
-        return Ranks(number, num)
-    peer = _default_peer(num) if peer is None else whole("peer", peer, 0, MAX_UINT32)
-    if cp_rank is None or cp_size is None:
-        return Ranks(number, num, peer)
-    cp_size = whole("cp_size", cp_size, 1, MAX_UINT32)
-    return Ranks(number, num, peer, whole("cp_rank", cp_rank, 0, cp_size - 1), cp_size)
-
-
-def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Returns rank and world size: as given, as torch.distributed says, or 0 and 1.
-
-    Raises:
-        InvalidRequest: The numbers are out of range, only one of them is given, or this process was
-            launched as one of several ranks and torch.distributed is not initialised, or it is one
-            of several workers of a DataLoader.
-    """
-    if (rank is None) != (world_size is None):
-        raise InvalidRequest("rank and world_size go together: give both or neither")
-    if rank is None or world_size is None:
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise InvalidRequest(
-                f"this process is one of {worker.num_workers} workers of a DataLoader, and each of "
-                "them would read all batches. Use num_workers=0: the daemon reads in parallel"
-            )
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if launched_as()[1] > 1:
-            raise InvalidRequest(
-                "this process was launched as one of several ranks, but torch.distributed is not "
-                "initialised. Call init_process_group before making a Loader, or pass rank and "
-                "world_size."
-            )
-        return 0, 1
-    world_size = whole("world_size", world_size, 1, MAX_UINT32)
-    return whole("rank", rank, 0, world_size - 1), world_size
-
-
-def ranks_of_mesh(mesh: DeviceMesh, data_dims: Sequence[str] | None, cp_dim: str | None) -> Ranks:
-    """Returns the ranks of this process in a mesh.
-
-    Raises:
-        InvalidRequest: The mesh has no names or is no mesh, this process is not in it, or it has no
-            such dims.
-    """
     if not isinstance(mesh, DeviceMesh):
         raise InvalidRequest(
             f"mesh: not a DeviceMesh (got {shown(mesh)}). Make one with init_device_mesh"
@@ -186,7 +114,66 @@ def ranks_of_mesh(mesh: DeviceMesh, data_dims: Sequence[str] | None, cp_dim: str
     sizes = dict(zip(names, map(int, mesh.shape), strict=True))
     place = dict(zip(names, coordinates, strict=True))
     world_size = torch.distributed.get_world_size()
-    return ranks_at(sizes, place, data_dims, cp_dim, mesh.get_rank(), world_size)
+    ranks = ranks_at(sizes, place, data_dims, cp_dim, mesh.get_rank(), world_size)
+    return replace(ranks, num_local=_num_local_of_mesh(mesh, data_dims or ()))
+
+
+def ranks_of(
+    rank: int | None,
+    world_size: int | None,
+    peer: int | None = None,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> Ranks:
+    """Returns the ranks as given, as torch.distributed says, or those of a process alone.
+
+    Raises:
+        InvalidRequest: The numbers are out of range, only one of a pair is given, `peer` or a slice
+            is given without a rank; or this process does not know its rank, see `_own_rank`.
+    """
+    if (rank is None) != (world_size is None):
+        raise InvalidRequest("rank and world_size go together: give both or neither")
+    if (cp_rank is None) != (cp_size is None):
+        raise InvalidRequest("cp_rank and cp_size go together: give both or neither")
+    if rank is None or world_size is None:
+        if peer is not None or cp_size is not None:
+            raise InvalidRequest(
+                f"{'cp_rank' if peer is None else 'peer'} needs rank and world_size: peers read "
+                "one rank's part. Pass rank= and world_size= of the data-parallel group, or mesh="
+            )
+        rank, world_size = _own_rank()
+        return Ranks(rank, world_size, num_local=_num_local(world_size))
+    world_size = whole("world_size", world_size, 1, MAX_UINT32)
+    rank = whole("rank", rank, 0, world_size - 1)
+    peer = _default_peer(world_size) if peer is None else whole("peer", peer, 0, MAX_UINT32)
+    if cp_size is not None:
+        cp_size = whole("cp_size", cp_size, 1, MAX_UINT32)
+        cp_rank = whole("cp_rank", cp_rank, 0, cp_size - 1)
+    return Ranks(rank, world_size, peer, cp_rank or 0, cp_size, _num_local(world_size))
+
+
+def _own_rank() -> tuple[int, int]:
+    """Returns rank and world size as torch.distributed says, or 0 and 1.
+
+    Raises:
+        InvalidRequest: This process was launched as one of several ranks and torch.distributed is
+            not initialised, or it is one of several workers of a DataLoader.
+    """
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        raise InvalidRequest(
+            f"this process is one of {worker.num_workers} workers of a DataLoader, and each of "
+            "them would read all batches. Use num_workers=0: the daemon reads in parallel"
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if launched_as()[1] > 1:
+        raise InvalidRequest(
+            "this process was launched as one of several ranks, but torch.distributed is not "
+            "initialised. Call init_process_group before making a Loader, or pass rank and "
+            "world_size."
+        )
+    return 0, 1
 
 
 def ranks_at(
@@ -251,7 +238,7 @@ def _tell(
         warnings.warn(
             f"{summary}. Batches usually differ along {', '.join(left_out)}, too: if so, take "
             f"data_dims={tuple(name for name in sizes if name in (*ordered, *left_out))}",
-            stacklevel=7,
+            stacklevel=6,
         )
     else:
         _log.info("%s", summary)

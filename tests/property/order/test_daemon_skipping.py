@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_client.loader.place import epochs_of
+from gyre_client.loader.place import Epochs
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.cursor import Cursor, decode_cursor, skipping
 from gyre_daemon.order.mixture import MixtureState, planner_for
@@ -112,7 +112,7 @@ def test_the_client_counts_as_the_daemon(
     skipped: SkippedSteps, tail: Tail, num_epochs: int
 ) -> None:
     plain, its = planners("plain", tail, 31, 4, skipped)
-    epochs = epochs_of([(0, 31)], 4, tail, skipped)
+    epochs = Epochs([(0, 31)], 4, tail, skipped)
     steps = kept(skipped)
     for batch, step in enumerate(steps):
         assert (epochs.step_of(batch), epochs.batch_of(step)) == (step, batch)

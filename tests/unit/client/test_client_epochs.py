@@ -10,7 +10,7 @@ import torch
 from gyre_client.batches.batch import Position
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.interop import refuse_unknown
-from gyre_client.loader.place import UNKNOWN, EpochIterator, Epochs, epochs_of
+from gyre_client.loader.place import UNKNOWN, EpochIterator, Epochs
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from gyre_client.loader.place import UNKNOWN, EpochIterator, Epochs, epochs_of
 def test_steps_of_epochs(
     num_samples: int, batch_size: int, tail: str, length: int, sizes: list[int]
 ) -> None:
-    epochs = epochs_of([(0, num_samples)], batch_size, tail)
+    epochs = Epochs([(0, num_samples)], batch_size, tail)
     assert epochs.max_steps(10) == -(-10 * length // batch_size)
     step, found = 0, []
     for _ in sizes:
@@ -42,7 +42,7 @@ def test_steps_of_epochs(
 
 
 def test_iterations_of_several_epochs_follow_each_other() -> None:
-    epochs = epochs_of([(0, 101)], 10, "wrap")
+    epochs = Epochs([(0, 101)], 10, "wrap")
     assert epochs.max_steps(2) == 21
     assert epochs.stop(0, 2) == epochs.stop(20, 2) == 21
     assert epochs.stop(21, 2) == 41
