@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -25,7 +25,6 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.batches.arena import Arenas, Loan, Memory
 from gyre_client.batches.batch import (
     BatchGroup,
-    Cursors,
     Layout,
     PayloadBuffer,
     Widened,
@@ -484,8 +483,7 @@ class Attachment:
                 for row, layout in enumerate(layouts):
                     memory = self._read_payload(layout.num_bytes)
                     layout.check_offsets(memory)
-                    cursor = replace(cursors, own=cursors.own[row : row + 1])
-                    yield BatchGroup(group.first_step + row, cursor, [layout], memory)
+                    yield BatchGroup(group.first_step + row, [cursors[row]], [layout], memory)
                 self.outbox.release(Inline(group.first_step, len(layouts)))
             case "arena" if self._is_closed:  # the watchdog closed while gRPC held this message
                 raise self._silence()
@@ -496,7 +494,7 @@ class Attachment:
                 )
 
     def _lent(
-        self, group: pb.BatchGroup, arenas: Arenas, cursors: Cursors, layouts: Sequence[Layout]
+        self, group: pb.BatchGroup, arenas: Arenas, cursors: list[bytes], layouts: Sequence[Layout]
     ) -> BatchGroup:
         """Returns the group over its slot, which is released when its last tensor is gone."""
         offsets = list(group.arena.offsets_bytes)

@@ -179,33 +179,13 @@ class Position:
     rest: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Cursors:
-    """The cursors of successive batches, which store their common bytes once.
-
-    Attributes:
-        common: The bytes that all cursors share; they follow the first `num_before` bytes of each.
-        num_before: How many of a cursor's own bytes come first.
-        own: The remaining bytes of each cursor.
-    """
-
-    common: bytes
-    num_before: int
-    own: Sequence[bytes]
-
-    def at(self, row: int) -> bytes:
-        """Returns the cursor that resumes after batch `row` of the group."""
-        own = self.own[row]
-        return own[: self.num_before] + self.common + own[self.num_before :]
-
-
 class BatchGroup:
     """Successive batches in one piece of memory, which lives as long as the group or a tensor."""
 
     def __init__(
         self,
         first_step: int,
-        cursors: Cursors,
+        cursors: Sequence[bytes],
         layouts: Sequence[Layout],
         memory: Memory,
         offsets: Sequence[int] = (0,),
@@ -215,7 +195,7 @@ class BatchGroup:
 
         Args:
             first_step: The global step of the first batch.
-            cursors: One cursor per batch.
+            cursors: For each batch, the one that resumes after it.
             layouts: One layout per batch.
             memory: uint8 [num_bytes], all payloads.
             offsets: Where each batch's payload begins in `memory`, in bytes.
@@ -241,7 +221,7 @@ class BatchGroup:
     @property
     def last_cursor(self) -> bytes:
         """The cursor that resumes after the whole group."""
-        return self._cursors.at(len(self) - 1)
+        return self._cursors[-1]
 
     def batch(self, step: int, *, copies: bool = False) -> Batch:
         """Returns the batch of a step, which the group keeps; in new memory if it `copies`.
@@ -251,7 +231,7 @@ class BatchGroup:
         row = step - self.first_step
         layout, offset = self._layouts[row], self._offsets[row]
         memory = self._memory[offset : offset + layout.num_bytes]
-        batch = Batch(step, self._cursors.at(row), memory, layout)
+        batch = Batch(step, self._cursors[row], memory, layout)
         if layout.widened:
             return batch
         if copies:
@@ -338,9 +318,10 @@ def read_layout(layout: pb.Layout, widened: Widened, ragged: Iterable[str] = ())
     return Layout(list(places.values()), layout.num_bytes, widened, offsets)
 
 
-def read_cursors(cursors: pb.Cursors) -> Cursors:
-    """Returns the cursors of a batch group's message."""
-    return Cursors(cursors.common, cursors.num_before, list(cursors.own))
+def read_cursors(cursors: pb.Cursors) -> list[bytes]:
+    """Returns the cursors of a batch group's message, which has their common bytes once."""
+    common, num = cursors.common, cursors.num_before
+    return [own[:num] + common + own[num:] for own in cursors.own]
 
 
 def _place(tensor: pb.Tensor) -> TensorPlace:
