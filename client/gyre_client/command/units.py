@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -264,19 +264,10 @@ def _run_here(
             _keep(path, unit.number, unit.run(connection, told))
 
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        running: set[Future[None]] = set()
-        waiting = iter(units)
+        running = [threads.submit(run, unit) for unit in units]
         try:
-            while True:
-                for unit in waiting:
-                    running.add(threads.submit(run, unit))
-                    if len(running) > _NUM_THREADS:
-                        break
-                if not running:
-                    return
-                ended, running = wait(running, return_when=FIRST_COMPLETED)
-                for each in ended:
-                    each.result()
+            for each in as_completed(running):
+                each.result()
         finally:
             stopped.set()
 
