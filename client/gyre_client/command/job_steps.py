@@ -5,7 +5,7 @@ source. `rewind` finds the samples behind steps of a run, and says how to leave 
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -185,7 +185,13 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         raise InvalidRequest(f"--step {first}:{stop} is no range of 1 to {MAX_STEPS} steps")
     request = pb.PlanStepRequest(
         dataset=dataset_of(args),
-        order=_order(args, args.world_size, args.order, dict(args.balance), dict(args.bucket)),
+        order=_order(
+            args,
+            args.world_size,
+            args.order,
+            balance=dict(args.balance) or None,
+            bucket=dict(args.bucket) or None,
+        ),
         rank=whole("rank", args.rank, 0, args.world_size - 1),
         world_size=args.world_size,
         stages=args.stages,
@@ -266,24 +272,9 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     return CommandOutput(plain(response), text)
 
 
-def _order(
-    args: argparse.Namespace,
-    world_size: int,
-    mode: str,
-    balance: Mapping[str, object] | None = None,
-    bucket: Mapping[str, object] | None = None,
-) -> pb.OrderSpec:
-    blocks = (args.io_block, args.window)
-    return order(
-        args.batch_size,
-        world_size,
-        args.seed,
-        args.tail,
-        mode,
-        *blocks,
-        balance=balance or None,
-        bucket=bucket or None,
-    )
+def _order(args: argparse.Namespace, world_size: int, mode: str, **more: Any) -> pb.OrderSpec:
+    sizes = (args.io_block, args.window)
+    return order(args.batch_size, world_size, args.seed, args.tail, mode, *sizes, **more)
 
 
 def _name(estimate: pb.CostEstimate) -> str:

@@ -112,10 +112,13 @@ _MORE_COLUMNS = (
     _Column("TRANSFORMS", 0, lambda row: ", ".join(row.session.transforms) or _UNKNOWN),
     _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
 )
-_PEER = _Column("PEER", 0, lambda row: _peer(row.session.reader))
-_FILLED = _Column("FILLED", 0, lambda row: _share(row.session, "filled"))
-_SPREAD = _Column("SPREAD", 0, lambda row: _share(row.session, "spread"))
-_SAMPLES = _Column("SAMPLES", 0, lambda row: _samples(row.session))
+# Shown where a session has a value.
+_OPTIONAL_COLUMNS = (
+    _Column("PEER", 0, lambda row: _peer(row.session.reader)),
+    _Column("SAMPLES", 0, lambda row: _samples(row.session)),
+    _Column("FILLED", 0, lambda row: _share(row.session, "filled")),
+    _Column("SPREAD", 0, lambda row: _share(row.session, "spread")),
+)
 
 
 def _metric_columns(sessions: Iterable[pb.SessionState]) -> list[_Column]:
@@ -167,14 +170,11 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         metrics = _metric_columns(status.sessions)
         shown = {each.name: each for each in (*_COLUMNS, *_MORE_COLUMNS, *metrics)}
         columns = list(shown.values())  # a metric may be among the first already
-        if any(session.reader.HasField("peer") for session in status.sessions):
-            columns.append(_PEER)
-        if any(session.stages for session in status.sessions):
-            columns.append(_SAMPLES)
-        if any(session.HasField("filled") for session in status.sessions):
-            columns.append(_FILLED)
-        if any(session.HasField("spread") for session in status.sessions):
-            columns.append(_SPREAD)
+        columns += [
+            column
+            for column in _OPTIONAL_COLUMNS
+            if any(cell != _UNKNOWN for (cell,) in _cells(status, [column]))
+        ]
         names = [column.name for column in columns]
         parts.append(stacked(names, _cells(status, columns), _NUM_KEYS, num_columns))
     if status.storage:
