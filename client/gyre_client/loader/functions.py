@@ -249,19 +249,13 @@ def _dumps(value: object) -> bytes:
     """Pickles a value; functions of the script by value.
 
     Raises:
-        NotInstalled: It is a function of the script, and cloudpickle is missing.
+        NotInstalled: cloudpickle is missing.
         Exception: Whatever pickling it raises.
     """
     try:
         import cloudpickle  # noqa: PLC0415  # it is optional
     except ImportError as error:
-        try:
-            pickled = pickle.dumps(value)
-        except (AttributeError, pickle.PicklingError):
-            pickled = b"__main__"
-        if b"__main__" in pickled:
-            raise NotInstalled.needs("a function of a script", "cloudpickle", "client") from error
-        return pickled
+        raise NotInstalled.needs("a function of a script", "cloudpickle", "client") from error
     if not isinstance(value, type):
         return bytes(cloudpickle.dumps(value))
 
