@@ -14,7 +14,7 @@ that they are of a kind that browsers show and that holds no script.
 import functools
 import html
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -278,31 +278,6 @@ _STYLE = """
 """
 
 
-def cell_of(
-    facts: Iterable[tuple[str, str]],
-    fields: tuple[Sequence[str], Iterable[Sequence[str]]],
-    samples: Iterable[Sample],
-) -> str:
-    """Returns the HTML of a cell.
-
-    Args:
-        facts: Names and values that stand at the top.
-        fields: The heads of their table, and the table.
-        samples: Those to show.
-    """
-    media = MediaBudget(_MAX_MEDIA_BYTES)
-    rows = "".join(
-        f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in facts
-    )
-    heads = "".join(f"<th>{_text(head.lower())}</th>" for head in fields[0])
-    columns = "".join(
-        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in field)}</tr>" for field in fields[1]
-    )
-    shown = "".join(_sample(each, media) for each in samples)
-    tables = f"<table>{rows}</table><table><tr>{heads}</tr>{columns}</table>"
-    return f'<div class="gyre"><style>{_STYLE}</style>{tables}{shown}</div>'
-
-
 def _sample(sample: Sample, media: MediaBudget) -> str:
     rows = "".join(
         f"<tr><th>{_text(name)}</th><td>{_value(value, media)}</td></tr>"
@@ -349,7 +324,18 @@ def html_of(loader: "Loader") -> str:
         ("rank", f"{reader.rank} of {reader.world_size}"),
         ("next", f"step {loader.step:,}, in epoch {loader.epoch:,}; {steps}"),
     ]
-    return cell_of(facts, fields_of(description.fields), _samples(loader))
+    rows = "".join(
+        f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in facts
+    )
+    names, fields = fields_of(description.fields)
+    heads = "".join(f"<th>{_text(head.lower())}</th>" for head in names)
+    columns = "".join(
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in field)}</tr>" for field in fields
+    )
+    tables = f"<table>{rows}</table><table><tr>{heads}</tr>{columns}</table>"
+    media = MediaBudget(_MAX_MEDIA_BYTES)
+    shown = "".join(_sample(each, media) for each in _samples(loader))
+    return f'<div class="gyre"><style>{_STYLE}</style>{tables}{shown}</div>'
 
 
 def _samples(loader: "Loader") -> list[Sample]:
