@@ -327,17 +327,17 @@ class Session:
 
     Attributes:
         opened: The daemon's answer.
-        arenas: The memory of the batches; None if their payload comes through gRPC.
         widened: The tensors to convert when they are taken out of a batch.
         tensors: The dtypes and shapes of each batch.
+        arenas: The memory of the batches; None if their payload comes through gRPC.
         is_endless: Whether the batches never end.
         stall_timeout_s: How long the consumer waits for a batch while the daemon only talks.
     """
 
     opened: pb.SessionOpened
-    arenas: Arenas | None
     widened: Widened
     tensors: BatchTensors
+    arenas: Arenas | None
     is_endless: bool
     stall_timeout_s: float
 

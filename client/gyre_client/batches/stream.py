@@ -43,6 +43,23 @@ _log = logging.getLogger("gyre_client")
 _Batch = TypeVar("_Batch")
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a loader reads.
+
+    Attributes:
+        reattach_timeout_s: How long the daemon may be away, now or later.
+        stall_timeout_s: How long the consumer waits for a batch while the daemon only talks.
+        token_dtype: The dtype for unsigned token ids; see `widened`.
+        device: To transfer batches to; None for host memory.
+    """
+
+    reattach_timeout_s: float
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    token_dtype: str = "int64"
+    device: torch.device | None = None
+
+
 class _Queue(Generic[_Batch]):
     """Batches that one thread puts into a queue, and another one takes.
 
@@ -142,9 +159,7 @@ class BatchStream(_Queue[Batch]):
         self,
         target: Target,
         request: pb.OpenSessionRequest,
-        reattach_timeout_s: float,
-        token_dtype: str = "int64",
-        stall_timeout_s: float = STALL_TIMEOUT_S,
+        terms: Terms,
         generations: Iterator[int] | None = None,
     ) -> None:
         """Makes a closed stream.
@@ -152,9 +167,7 @@ class BatchStream(_Queue[Batch]):
         Args:
             target: The daemon.
             request: Opens the session.
-            reattach_timeout_s: How long the daemon may be away, now or later.
-            token_dtype: The dtype for unsigned token ids; see `widened`.
-            stall_timeout_s: How long the consumer waits for a batch while the daemon only talks.
+            terms: How to read; batches stay in host memory.
             generations: Numbers the sessions of the reader, where several streams share it.
         """
         super().__init__()
@@ -162,10 +175,9 @@ class BatchStream(_Queue[Batch]):
         self._request = pb.OpenSessionRequest()
         self._request.CopyFrom(request)
         self._generations = generations or itertools.count(request.reader.generation + 1)
-        self._token_dtype = token_dtype
-        self._stall_timeout_s = stall_timeout_s
+        self._terms = terms
         self._connection = Connection(target.address)
-        self._outage = Outage(reattach_timeout_s)
+        self._outage = Outage(terms.reattach_timeout_s)
         # Of the thread that takes batches.
         self._waited_s = 0.0
         self._stop = NEVER  # the batch behind the last one of the consumer's iteration
@@ -401,39 +413,32 @@ class BatchStream(_Queue[Batch]):
         side = SideChannel.connect(self._target.address) if self._shares_memory else None
         if side is not None:
             try:
-                return self._open_shared(side, timeout_s)
+                opened = self._call_open(timeout_s, side.token)
+                if opened.arena_bytes:
+                    return self._session(opened, side)
+                side.close()
             except BaseException as failure:
                 side.close()
                 if not isinstance(failure, NotShared):
                     raise
                 self._use_grpc_payload(str(failure))
-        opened = self._call_open(timeout_s)
+                opened = self._call_open(timeout_s)
+        else:
+            opened = self._call_open(timeout_s)
         self._log_transport("there is no memory to share")
         return self._session(opened, None)
 
-    def _open_shared(self, side: SideChannel, timeout_s: float) -> Session:
-        opened = self._call_open(timeout_s, side.token)
-        if opened.arena_bytes:
-            arenas = Arenas(side, opened.session_id, opened.arena_bytes)
-            try:
-                return self._session(opened, arenas)
-            except BaseException:
-                arenas.close()
-                raise
-        side.close()
-        self._log_transport("there is no memory to share")
-        return self._session(opened, None)
-
-    def _session(self, opened: pb.SessionOpened, arenas: Arenas | None) -> Session:
+    def _session(self, opened: pb.SessionOpened, side: SideChannel | None) -> Session:
         order, world_size = self._request.order, self._request.reader.world_size or 1
         num_samples = order.global_batch_size // world_size
         return Session(
             opened,
-            arenas,
-            widened(opened.fields, self._token_dtype),
+            widened(opened.fields, self._terms.token_dtype),
             BatchTensors(opened.fields, num_samples, has_mask=order.tail == pb.TAIL_PAD),
+            # last: nothing fails after the arenas are mapped
+            None if side is None else Arenas(side, opened.session_id, opened.arena_bytes),
             is_endless=not self._request.num_epochs,
-            stall_timeout_s=self._stall_timeout_s,
+            stall_timeout_s=self._terms.stall_timeout_s,
         )
 
     def _call_open(self, timeout_s: float, side_token: str = "") -> pb.SessionOpened:

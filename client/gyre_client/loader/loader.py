@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 from gyre_client.batches.attachment import NEVER
 from gyre_client.batches.batch import Position, widened
-from gyre_client.batches.stream import STALL_TIMEOUT_S, parse_device
+from gyre_client.batches.stream import STALL_TIMEOUT_S, Terms, parse_device
 from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest, fold, folded
 from gyre_client.loader.functions import (
     declare_classes,
@@ -44,7 +44,6 @@ from gyre_client.loader.place import (
     JobPlace,
     OneThread,
     Stream,
-    Terms,
     cursor_of,
     describe,
 )
@@ -295,7 +294,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._iteration = 0  # the number of the youngest iterator
         self._stop_batch = UNKNOWN  # the batch behind the last one of its iteration
         target = target_of_dataset(address, dataset, data_format, daemon_user)
-        terms = Terms(to_device, token_dtype, reattach_timeout_s, stall_timeout_s)
+        terms = Terms(reattach_timeout_s, stall_timeout_s, token_dtype, to_device)
         self._place = JobPlace(target, self._request, tail, terms)
         self._finalizer = weakref.finalize(self, self._place.release)
         try:

@@ -22,7 +22,6 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +30,7 @@ import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.batch import Position
-from gyre_client.batches.stream import BatchStream, CudaTransfer, DeviceStream
+from gyre_client.batches.stream import BatchStream, CudaTransfer, DeviceStream, Terms
 from gyre_client.display import ProgressBar, is_watched, measuring_line
 from gyre_client.errors import (
     ConcurrentUse,
@@ -141,16 +140,6 @@ FORK_ADVICE = (
 
 
 Stream = BatchStream | DeviceStream
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How a loader reads; see `Loader`."""
-
-    device: torch.device | None
-    token_dtype: str
-    reattach_timeout_s: float
-    stall_timeout_s: float
 
 
 class JobPlace:
@@ -339,14 +328,7 @@ class JobPlace:
         try:
             # Made first: a device that fails opens no session.
             transfer = None if terms.device is None else CudaTransfer(terms.device)
-            source = BatchStream(
-                self.target,
-                request,
-                terms.reattach_timeout_s,
-                terms.token_dtype,
-                terms.stall_timeout_s,
-                self._generations,
-            )
+            source = BatchStream(self.target, request, terms, self._generations)
             self._unfinished.append(source)
             source.open()
             check_same_dataset(source.opened, self._description)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.batches.arena import Memory
-from gyre_client.batches.stream import NUM_AHEAD, BatchStream, DeviceStream, parse_device
+from gyre_client.batches.stream import NUM_AHEAD, BatchStream, DeviceStream, Terms, parse_device
 from gyre_client.errors import CorruptSample, GyreError, InvalidRequest
 from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
@@ -90,7 +90,7 @@ def device_stream(
         num_epochs=num_epochs,
         prefetch_batches=prefetch_batches,
     )
-    source = BatchStream(Target(parse_address(daemon.address)), request, 5.0)
+    source = BatchStream(Target(parse_address(daemon.address)), request, Terms(5.0))
     source.open()
     stream = DeviceStream(source, device)
     try:

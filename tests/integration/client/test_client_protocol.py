@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from gyre_client.batches.attachment import Attachment, Consumed, Session
-from gyre_client.batches.stream import BatchStream
+from gyre_client.batches.stream import BatchStream, Terms
 from gyre_client.errors import DaemonFault, DaemonUnavailable
 from gyre_client.transport.answers import BatchTensors
 from gyre_client.transport.channel import parse_address
@@ -63,7 +63,9 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
             order=pb.OrderSpec(global_batch_size=BATCH_SIZE),
             num_epochs=1,
         )
-        stream = BatchStream(Target(parse_address(stub.address)), request, reattach_timeout_s)
+        stream = BatchStream(
+            Target(parse_address(stub.address)), request, Terms(reattach_timeout_s)
+        )
         closing.append(stream.close)
         stream.open()
         return stream, stub
@@ -106,7 +108,7 @@ def test_a_batch_that_was_on_its_way_when_the_client_gave_up_is_no_fault(tmp_pat
         session_id="1", first_step=3, lease_s=LEASE_S, max_queued_batches=2, fields=FIELDS
     )
     tensors = BatchTensors(opened.fields, BATCH_SIZE, has_mask=False)
-    session = Session(opened, None, {}, tensors, is_endless=True, stall_timeout_s=60.0)
+    session = Session(opened, {}, tensors, None, is_endless=True, stall_timeout_s=60.0)
     with Connection(parse_address(f"unix:{tmp_path}/nobody.sock")) as connection:
         attachment = Attachment(connection, session, 2, lambda: None, Consumed)
         with pytest.raises(DaemonFault, match="payload of step 3"):
