@@ -116,8 +116,7 @@ class ProgressBar:
     def __init__(self, unit: str) -> None:
         """Shows nothing done yet.
 
-        Args:
-            unit: The counted things, in the plural.
+        `unit` is the counted things, in the plural.
         """
         from tqdm.auto import tqdm  # noqa: PLC0415  # most commands draw no bar
 
@@ -240,13 +239,8 @@ def first_samples(
 ) -> list[Sample]:
     """Returns the first samples of the shuffle by a seed, at most as many as the dataset has.
 
-    Args:
-        connection: To the daemon.
-        dataset: To read.
-        description: The dataset's description, with these transforms.
-        num_samples: How many.
-        seed: The seed of the shuffle.
-        transforms: Applied to samples; None for those of the dataset's definition.
+    `transforms` are applied to them; None for those of the dataset's definition. `description`
+    is of the dataset with these transforms.
 
     Raises:
         DaemonFault: The daemon sends no such batch.
@@ -279,14 +273,8 @@ def rows_of_step(
     Their fields are as they are stored. Where documents are packed or batches have buckets, lengths
     after transforms decide which samples a row has, and the fields are as served.
 
-    Args:
-        connection: To the daemon.
-        located: The step.
-        request: The request for `located`.
-        first: The first row, a multiple of `num_rows`.
-        num_rows: How many; they divide the global batch.
-        job: The name of the session that reads them; None for any.
-        is_as_served: Whether all fields are as the job gets them.
+    `request` is the one for `located`. `first` is a multiple of `num_rows`, which divides the
+    global batch. `job` names the session that reads them.
 
     Raises:
         DaemonFault: The daemon sends no such batch.

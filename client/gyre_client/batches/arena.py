@@ -209,10 +209,7 @@ class ArenaMapping:
         The interpreter's lock is held, so no Python code writes to the range meanwhile. Writes of a
         thread outside the interpreter at that moment may be lost.
 
-        Args:
-            begin: The first byte.
-            end: The byte behind the last one.
-            memory: The array over the range; it is unmapped when the array is gone.
+        `memory` is the array over the range, which is unmapped when the array is gone.
 
         Returns:
             Whether there was memory for the copy; if not, the range still shows the file.
@@ -261,9 +258,7 @@ def _map(num_bytes: int, flags: int, descriptor: int) -> int:
 def check_memory(descriptor: int, num_bytes: int | None) -> None:
     """Checks a memory file before it is mapped.
 
-    Args:
-        descriptor: The file's descriptor; it may be open for reading only.
-        num_bytes: The size that was announced; None for any size of whole pages.
+    `num_bytes` is the size that was announced; None for any size of whole pages.
 
     Raises:
         DaemonFault: It is no memory file, is not sealed against shrinking, or has another size.
@@ -350,10 +345,7 @@ class Arenas:
     def __init__(self, side: SideChannel, session_id: str, first_bytes: int) -> None:
         """Receives the first arena; `map_first` maps its pages.
 
-        Args:
-            side: Where the arenas come from; this object owns it.
-            session_id: The session whose arenas they are.
-            first_bytes: The size of the first arena, as the daemon announced it.
+        `first_bytes` is its size, as the daemon announced it. This object owns `side`.
 
         Raises:
             NotShared: The daemon's memory cannot be mapped in this process.
@@ -443,10 +435,8 @@ class Arena:
     ) -> None:
         """Maps the file and closes the descriptor, which this object owns.
 
-        Args:
-            descriptor: The descriptor of a daemon's memory file.
-            num_bytes: The size that it was announced with; None if it was not.
-            returned: Where loans go whose memory is gone.
+        `num_bytes` is the size that was announced, if it was. `returned` gets the loans whose
+        memory is gone.
 
         Raises:
             NotShared: The file cannot be mapped.
@@ -476,11 +466,7 @@ class Arena:
     ) -> tuple[Memory, Loan]:
         """Returns the memory of `num_batches` batches, uint8 [end - begin], writable; and its loan.
 
-        Args:
-            begin: The first byte in the file; the first of a page.
-            end: The byte behind the last one.
-            num_batches: How many batches are there.
-            first_step: The step of the first one.
+        `begin` is the first byte of a page.
 
         Raises:
             ValueError: The range is not inside the file, does not begin with a page, or overlaps

@@ -101,11 +101,8 @@ class ReadAhead:
     def until(self, now_s: float, next_batch: int, waited_s: float, stop: int) -> int:
         """Returns the first batch that need not be read yet.
 
-        Args:
-            now_s: A time that never falls.
-            next_batch: The batch that the trainer takes next.
-            waited_s: How long it has waited in all.
-            stop: The batch behind the last one of its iteration.
+        `now_s` never falls, `waited_s` is how long the trainer has waited in all, and `stop` is the
+        batch behind the last one of its iteration.
         """
         if self._first < 0:
             self._first = next_batch
@@ -184,14 +181,9 @@ class Outbox:
     ) -> None:
         """Queues the first credits.
 
-        Args:
-            session_id: The session to attach to.
-            num_credits: The first credits; they are sent at once.
-            num_together: How many later credits, or released batches, are worth a
-                message. Half of the daemon's grant leaves it the other half to go on with.
-            consumed: Returns the consumer's totals.
-            returned: Where finalizers put the loans of batches.
-            read_until: The batch up to which the daemon reads before it is told otherwise.
+        Half of the daemon's grant as `num_together`, the later credits or released batches that are
+        worth a message, leaves it the other half to go on with. `returned` is where finalizers put
+        loans. The daemon reads up to `read_until` before it is told otherwise.
         """
         self._session_id = session_id
         self._num_granted = num_credits  # by the receiver
@@ -364,12 +356,8 @@ class Attachment:
     ) -> None:
         """Attaches to the session.
 
-        Args:
-            connection: To the daemon that opened the session.
-            session: The session.
-            num_credits: How many batches the daemon may send at first.
-            on_message: Called for every message of the daemon on the control stream.
-            consumed: Returns the consumer's totals since the session began.
+        `on_message` is called for every message of the daemon on the control stream, and `consumed`
+        returns the consumer's totals since the session began.
         """
         opened = session.opened
         self._connection = connection
@@ -447,8 +435,7 @@ class Attachment:
     def must_copy(self, num_unread: int) -> bool:
         """Whether the consumer holds too many slots, so that the daemon may soon have none to fill.
 
-        Args:
-            num_unread: How many batches wait in the queue; the consumer does not hold these.
+        It does not hold the `num_unread` batches that wait in the queue.
         """
         arenas, most = self._arenas, self._max_kept + num_unread
         return arenas is not None and arenas.num_lent(most) > most

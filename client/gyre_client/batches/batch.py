@@ -34,9 +34,7 @@ Widened = Mapping[str, torch.dtype]
 def widened(fields: Iterable[pb.Field], token_dtype: str) -> Widened:
     """Returns the conversions of a dataset's batches: its fields of unsigned token ids.
 
-    Args:
-        fields: The dataset's fields.
-        token_dtype: `int64`, `int32`, or `stored` for no conversion at all.
+    `token_dtype` is `int64`, `int32`, or `stored` for no conversion at all.
 
     Raises:
         InvalidRequest: There is no such choice, or it cannot hold the ids of a field.
@@ -193,13 +191,8 @@ class BatchGroup:
     ) -> None:
         """Makes a group.
 
-        Args:
-            first_step: The global step of the first batch.
-            cursors: For each batch, the one that resumes after it.
-            layouts: One layout per batch.
-            memory: uint8 [num_bytes], all payloads.
-            offsets: Where each batch's payload begins in `memory`, in bytes.
-            loan: That of the memory, where it is a slot of an arena.
+        `memory` is uint8 [num_bytes], with all payloads; they begin at `offsets`, in bytes. Each
+        cursor resumes after its batch.
 
         Raises:
             ValueError: There are not as many offsets as layouts.
@@ -287,10 +280,6 @@ class PayloadBuffer:
 def read_layouts(group: pb.BatchGroup, read: Callable[[pb.Layout], Layout]) -> list[Layout]:
     """Returns one layout per batch of a group; a group may send one layout for all.
 
-    Args:
-        group: The message.
-        read: Reads one layout; see `read_layout`.
-
     Raises:
         DaemonFault: The number of layouts does not match the batches, or one cannot be read.
     """
@@ -308,10 +297,7 @@ def read_layouts(group: pb.BatchGroup, read: Callable[[pb.Layout], Layout]) -> l
 def read_layout(layout: pb.Layout, widened: Widened, ragged: Iterable[str] = ()) -> Layout:
     """Returns a layout.
 
-    Args:
-        layout: The message, which `BatchTensors` has checked.
-        widened: The tensors to convert when they are taken out.
-        ragged: The fields whose samples differ in length.
+    `BatchTensors` has checked the message.
     """
     places = {tensor.name: _place(tensor) for tensor in layout.tensors}
     offsets = [(places[name + OFFSETS_SUFFIX], places[name].shape[0]) for name in ragged]

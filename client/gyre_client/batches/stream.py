@@ -164,11 +164,7 @@ class BatchStream(_Queue[Batch]):
     ) -> None:
         """Makes a closed stream.
 
-        Args:
-            target: The daemon.
-            request: Opens the session.
-            terms: How to read; batches stay in host memory.
-            generations: Numbers the sessions of the reader, where several streams share it.
+        `generations` numbers the sessions of the reader, where several streams share it.
         """
         super().__init__()
         self._target = target

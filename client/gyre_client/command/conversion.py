@@ -566,14 +566,8 @@ def convert_dataset(
     Until then the files are in `unfinished_folder(target)`. After an error or a kill, the same call
     goes on there.
 
-    Args:
-        connection: To the daemon of this process.
-        conversion: The dataset and its new form.
-        target: The folder, which must not exist.
-        engine: See `units.opened`.
-        daemons: See `run_units`.
-        show: Is told how many samples are written, how many there are, and how many elements come
-            a second.
+    `show` is told how many samples are written, how many there are, and how many elements come a
+    second.
 
     Returns:
         The numbers of `samples`, `elements`, `files` and `bytes`.

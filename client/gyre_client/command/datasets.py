@@ -109,10 +109,7 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
 def sample_text(sample: Sample, head: str, decode: Decode | None = None) -> list[str | Picture]:
     """Returns the text about a sample, with pictures of its images where they can be drawn.
 
-    Args:
-        sample: To show.
-        head: The first line.
-        decode: Turns token ids into text.
+    `head` is the first line, and `decode` turns token ids into text.
     """
     parts: list[str | Picture] = [f"\n{head}"]
     for name, value in sample.values.items():

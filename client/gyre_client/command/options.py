@@ -201,9 +201,7 @@ def add_engine_argument(
 ) -> None:
     """Adds --engine.
 
-    Args:
-        parser: Of the command.
-        prepare: Called before a daemon is started, unless the engine is `local`.
+    `prepare` is called before a daemon is started, unless the engine is `local`.
     """
     parser.add_argument(
         "--engine",

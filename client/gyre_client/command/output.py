@@ -184,12 +184,8 @@ def fitted(
 ) -> list[str]:
     """Returns the lines of a table no wider than a terminal.
 
-    Args:
-        header: The names of the table's columns.
-        rows: Their cells.
-        ranks: One rank per column. If there is no room, the columns with the greatest ranks are
-            left out; lines that still do not fit are cut.
-        num_columns: The width of the terminal.
+    If there is no room, the columns with the greatest ranks are left out; lines that still do not
+    fit are cut.
     """
     cells = _cells(header, rows)
     kept = list(range(len(header)))
@@ -203,11 +199,7 @@ def stacked(
 ) -> str:
     """Returns a table no wider than a page; columns without room go to further tables below it.
 
-    Args:
-        header: The names of the table's columns.
-        rows: Their cells.
-        num_keys: How many columns come first in each of the tables.
-        num_columns: The width of the page.
+    The first `num_keys` columns come first in each of the tables.
     """
     cells = _cells(header, rows)
     keys, others = list(range(num_keys)), list(range(num_keys, len(header)))

@@ -262,10 +262,7 @@ def _mount_row(mount: pb.Mount) -> tuple[str, ...]:
 def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | None) -> list[str]:
     """Returns the lines of one look at the sessions.
 
-    Args:
-        status: The state of the daemon.
-        num_columns: The most columns of a line.
-        num_lines: The most lines; None for any number.
+    They are at most `num_lines`, of at most `num_columns`.
     """
     batches_per_s = sum(session.lately.batches_per_s for session in status.sessions)
     bytes_per_s = sum(session.lately.bytes_per_s for session in status.sessions)

@@ -87,9 +87,7 @@ class Unit(Protocol):
     def run(self, connection: Connection, advance: Callable[[int, int], None]) -> Result:
         """Does the unit, and returns its result.
 
-        Args:
-            connection: To the daemon of this node.
-            advance: Is told of further finished samples and elements.
+        `advance` is told of further finished samples and elements.
         """
 
 
@@ -118,9 +116,7 @@ class UnitFolder:
     def __init__(self, path: Path, job: Mapping[str, object]) -> None:
         """Makes the folder, or goes on with one of the same job.
 
-        Args:
-            path: The folder, absolute.
-            job: Tells a job from others; ready for JSON.
+        `job` tells a job from others, and is ready for JSON.
 
         Raises:
             InvalidRequest: The folder is another job's or in use, or it cannot be made.
@@ -215,13 +211,8 @@ def run_units(
 ) -> None:
     """Does all units that have no result yet; see the module.
 
-    Args:
-        units: All of a job.
-        folder: Of the job.
-        engine: From `opened`.
-        connection: To the daemon of this process, for `local`.
-        daemons: For tasks of Ray.
-        advance: Is told of further finished samples and elements.
+    `advance` is told of further finished samples and elements. `connection` is to the daemon of
+    this process, for `local`, and `daemons` are for tasks of Ray.
 
     Raises:
         GyreError: A unit failed; results of others are kept.
@@ -513,14 +504,7 @@ def run_on_shards(
 ) -> Mapping[int, Any]:
     """Does one kind of work after the other on all shards, by tasks of Ray.
 
-    Args:
-        works: The kinds.
-        connection: To the daemon of this process, which counts the shards.
-        dataset: The dataset, as requests name it.
-        transforms: To measure; None for those of its definition.
-        engine: See `units.opened`.
-        daemons: See `run_units`.
-        show: Is told how many shards are done, how many there are, and the kind of work.
+    `show` is told how many shards are done, how many there are, and the kind of work.
 
     Returns:
         The results of the last kind, by the numbers of its units.

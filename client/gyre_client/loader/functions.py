@@ -56,10 +56,7 @@ def declare_functions(
 ) -> pb.TransformList:
     """Returns a chain in which declared steps stand for the functions.
 
-    Args:
-        transform: See `Loader`.
-        target: The private daemon.
-        dataset: To read; only its samples matter, not how they are packed.
+    Of the dataset only its samples matter, not how they are packed.
 
     Raises:
         InvalidRequest: The daemon is not a private one, a function cannot be pickled, or an option
@@ -106,11 +103,7 @@ def declare_classes(
 ) -> None:
     """Writes classes of the script to files, and their paths into the definition of a dataset.
 
-    Args:
-        dataset: Of which a path or a URI was given.
-        data_format: See `Loader`, as for `storage`; anything but a class stays as it is.
-        storage: None for the daemon's own.
-        target: The private daemon.
+    A format that is no class stays as it is; without `storage` the daemon reads the dataset.
 
     Raises:
         InvalidRequest: The daemon is not a private one, a class cannot be pickled, `storage` is no

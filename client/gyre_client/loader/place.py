@@ -171,11 +171,8 @@ class JobPlace:
     ) -> None:
         """Stands before the first batch, and opens nothing; `begin` comes next.
 
-        Args:
-            target: The daemon; released with the place.
-            request: The job's request; a session has it with the place where its stream begins.
-            tail: How to use samples that do not fill an epoch's last batch.
-            terms: How to read.
+        The target is released with the place. A session has `request` with the place where its
+        stream begins.
         """
         self.target = target
         self._request = request
@@ -195,10 +192,7 @@ class JobPlace:
     ) -> None:
         """Counts the epochs of the dataset.
 
-        Args:
-            description: Of the dataset; it grows with the dataset.
-            agreement: Compares the ranks.
-            cut: Makes a context-parallel rank's slice of each batch; None for whole batches.
+        `description` grows with the dataset.
         """
         self._description, self._agreement, self._cut = description, agreement, cut
         self._count([(0, description.num_samples)])
@@ -505,9 +499,7 @@ class MeasuringWatch:
     def __init__(self, target: Target, dataset: str) -> None:
         """Looks at the daemon of a target.
 
-        Args:
-            target: The loader's daemon.
-            dataset: The name that it waits for; "" for one without a definition.
+        `dataset` is the name that it waits for; "" for one without a definition.
         """
         self._dataset = dataset
         self._target = target

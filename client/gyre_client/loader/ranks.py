@@ -78,11 +78,7 @@ def ranks_of_loader(
 ) -> Ranks:
     """Returns the ranks that a `Loader`'s arguments mean.
 
-    Args:
-        mesh: See `Loader`, as for the others.
-        data_dims: See `Loader`.
-        cp_dim: See `Loader`.
-        explicit: `rank`, `world_size`, `peer`, `cp_rank` and `cp_size`.
+    `explicit` has `rank`, `world_size`, `peer`, `cp_rank` and `cp_size`.
 
     Raises:
         InvalidRequest: They contradict each other, the mesh has no names or is no mesh, or this
@@ -278,9 +274,7 @@ def _default_peer(world_size: int) -> int | None:
 def join_run(request: pb.OpenSessionRequest, *, is_named: bool) -> str:
     """Makes a reader whose job has no name one of the job of its run.
 
-    Args:
-        request: Opens a session; its reader gets the job's name, and the fence.
-        is_named: Whether the user named the job.
+    The reader of the request gets the job's name, and the fence.
 
     Returns:
         A key that tells this loader from others of the process, and is the same on all ranks that
@@ -345,11 +339,8 @@ class Agreement:
     ) -> None:
         """Compares nothing yet.
 
-        Args:
-            key: Tells this loader from the rank's others; "" to compare nothing.
-            rank: The rank of this process.
-            arguments: See `arguments_that_agree`.
-            is_private: Whether a private daemon serves.
+        `key` tells this loader from the rank's others; "" to compare nothing. For `arguments`, see
+        `arguments_that_agree`.
         """
         self._key = key
         self._rank = rank
@@ -419,11 +410,7 @@ class SequenceCut:
     ) -> None:
         """Checks that the sequences of a dataset can be cut.
 
-        Args:
-            description: The dataset's description, packed and transformed as the batches are.
-            cp_rank: Which slice.
-            cp_size: The number of slices.
-            cp_cut: `contiguous` or `zigzag`.
+        The description is of the dataset packed and transformed as the batches are.
 
         Raises:
             InvalidRequest: There is no such cut, the dataset has no sequences of one length, or

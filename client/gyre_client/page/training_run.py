@@ -291,10 +291,6 @@ class RunFiles:
     def options_to_take(self, path: Path, given: Collection[str]) -> dict[str, Any]:
         """Returns the run's own options of its data, but for those that the caller gives.
 
-        Args:
-            path: Of the run.
-            given: Their keys.
-
         Raises:
             InvalidRequest: They name code, or set options that are the caller's. Whoever can write
                 a run's files must not choose which code runs here, nor where credentials go.

@@ -429,10 +429,7 @@ def jobs_of(
 ) -> list[dict[str, Any]]:
     """Returns the jobs of a daemon, by their names.
 
-    Args:
-        daemon: Its number on the page.
-        sessions: As the status has them.
-        uris: Where datasets are, by their names.
+    `daemon` is its number on the page, and `uris` says where datasets are, by their names.
     """
     jobs: dict[tuple[str, str], list[pb.SessionState]] = {}
     for session in sessions:

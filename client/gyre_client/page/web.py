@@ -197,13 +197,8 @@ def step_samples(
 ) -> dict[str, Any]:
     """Returns some rows of a step, the step's sources, and where its samples are stored.
 
-    Args:
-        connection: To the daemon.
-        request: The step, and its job.
-        first: The first row.
-        num_rows: How many, at most; fewer where they do not divide the global batch.
-        decode: Turns token ids into text; None shows the ids.
-        is_as_served: Whether fields are as the job gets them, and not as they are stored.
+    They are at most `num_rows` from `first` on; fewer where they do not divide the global batch.
+    Without `decode`, token ids are shown. Fields are as stored, unless `is_as_served`.
 
     Raises:
         GyreError: The daemon refuses it.
@@ -379,11 +374,7 @@ def order_map(
     Some of these steps are located. The dataset, shard after shard, is cut into bands; each column
     of `cells` counts the samples of one step in each band.
 
-    Args:
-        connection: To the daemon.
-        ref: The dataset.
-        cursor: Any one of the job.
-        step: The first of the steps.
+    `cursor` is any one of the job, and `step` the first of the steps.
 
     Raises:
         GyreError: The daemon refuses it.
@@ -678,11 +669,7 @@ class _Server(uvicorn.Server):
 def serve_page(watch: Watch, decode: Decode | None, port: int, say: Callable[[str], None]) -> None:
     """Serves the page until the user ends it.
 
-    Args:
-        watch: The daemons and runs.
-        decode: Turns token ids into text.
-        port: On 127.0.0.1; 0 for any that is free.
-        say: Gets the address, with the token.
+    Port 0 is any free one of 127.0.0.1. `say` gets the address, with the token.
 
     Raises:
         InvalidRequest: The port is taken.

@@ -94,10 +94,7 @@ class BatchTensors:
     def __init__(self, fields: Sequence[pb.Field], num_samples: int, *, has_mask: bool) -> None:
         """Takes fields that were checked.
 
-        Args:
-            fields: The fields of the dataset.
-            num_samples: B, in each batch of this rank.
-            has_mask: Whether the last batch of an epoch is filled up.
+        Each batch has `num_samples` on this rank. With a mask, an epoch's last batch is filled up.
         """
         self._tensors = {SAMPLE_ID: _Tensor("int64", num_samples, ())}
         if has_mask:
@@ -397,10 +394,7 @@ def check_grant(batches: pb.Batches) -> None:
 def check_group(group: pb.BatchGroup, step: int, num_expected: int) -> None:
     """Checks which steps a batch group has, and their cursors.
 
-    Args:
-        group: The message.
-        step: The step that comes next.
-        num_expected: The batches that the daemon has credit for.
+    `step` comes next, and the daemon has credit for `num_expected` batches.
 
     Raises:
         DaemonFault: A step is missing or comes twice, there are more batches than credit, or a

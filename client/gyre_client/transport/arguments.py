@@ -394,10 +394,7 @@ def transform_list(transforms: Sequence[Mapping[str, object]]) -> pb.TransformLi
 def option_value(value: object, name: str = "the option value", depth: int = 0) -> pb.OptionValue:
     """Returns an option of an ad-hoc dataset as the protocol has it.
 
-    Args:
-        value: A value of Python or numpy.
-        name: Its name in the error.
-        depth: The number of lists and mappings around it.
+    An error calls it `name`. There are `depth` lists and mappings around it.
 
     Raises:
         InvalidRequest: `value` is of another type than TOML's, or too deep.

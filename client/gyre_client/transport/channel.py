@@ -97,9 +97,7 @@ class Address:
 def parse_address(text: str, daemon_user: int | str | None = None) -> Address:
     """Returns the address that `text` names.
 
-    Args:
-        text: In one of the three forms.
-        daemon_user: A user whose daemon may answer there; see `trusted_uids`.
+    `daemon_user` is a user whose daemon may answer there; see `trusted_uids`.
 
     Raises:
         InvalidRequest: `text` has none of the three forms, or there is no such user.
@@ -644,8 +642,7 @@ class Identity:
     def metadata(self, timeout_s: float = TIMEOUT_S) -> Metadata:
         """Returns the metadata of a call; empty if there is neither side channel nor token.
 
-        Args:
-            timeout_s: How long the daemon may take to accept.
+        The daemon may take `timeout_s` to accept.
 
         Raises:
             InvalidRequest: Over TCP: see `CredentialFiles.metadata`.

@@ -397,12 +397,7 @@ class Connection:
             self._is_trusted = True
 
     def _error(self, failure: grpc.RpcError, timeout_s: float) -> GyreError:
-        """Returns the error of a call; asks the daemon again if the failure leaves the reason open.
-
-        Args:
-            failure: The error that gRPC raised.
-            timeout_s: The call's deadline.
-        """
+        """Returns the error of a call; asks the daemon again if the failure leaves it open."""
         error = error_from(failure, self.address)
         if failure.code() is grpc.StatusCode.UNAVAILABLE and type(error) is DaemonUnavailable:
             return why_refused(self.address, self._files) or error
@@ -473,9 +468,7 @@ class Outage:
     ) -> _Result:
         """Returns the result of the first `attempt` that succeeds.
 
-        Args:
-            attempt: Called with the seconds it may take.
-            wait: See `pause`.
+        `attempt` is called with the seconds it may take; for `wait`, see `pause`.
 
         Raises:
             GyreError: See `next_pause_s`.
@@ -492,9 +485,7 @@ class Outage:
     def pause(self, failure: GyreError, wait: Callable[[float], bool]) -> None:
         """Waits until it is time for the next attempt; logs one warning per outage.
 
-        Args:
-            failure: Why the last attempt failed, or why the session ended.
-            wait: Waits for a number of seconds; returns true if the caller is closing.
+        `wait` waits for a number of seconds, and returns true if the caller is closing.
 
         Raises:
             GyreError: There shall be no further attempt.

@@ -69,9 +69,6 @@ class PrivateDaemon:
     def __init__(self, name: str) -> None:
         """Joins the daemon, or starts it and waits until it answers.
 
-        Args:
-            name: See `PrivateDaemon`.
-
         Raises:
             NotInstalled: The extra `daemon` is missing.
             DaemonUnavailable: The daemon does not start; the message quotes and names its log.
@@ -267,8 +264,7 @@ class _SharedDaemon:
 
         Each call needs one `release` in the same process.
 
-        Args:
-            name: The name of another run's daemon, for a process that has none yet.
+        `name` is that of another run's daemon, for a process that has none yet.
 
         Raises:
             NotInstalled: The extra `daemon` is missing.
@@ -335,9 +331,7 @@ def given_address(address: str | None) -> str | None:
 def find_target(address: str | None, daemon_user: int | str | None = None) -> Target:
     """Returns the daemon at `address`; for None, the private daemon of this run.
 
-    Args:
-        address: Where it listens.
-        daemon_user: A user it may belong to, as it may to root or this process's own.
+    It may belong to `daemon_user`, as it may to root or this process's own user.
 
     Raises:
         InvalidRequest: The address has no known form, or there is no such user.
