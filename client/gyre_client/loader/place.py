@@ -21,9 +21,8 @@ import os
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import get_ident
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -488,66 +487,54 @@ _LOOK_TIMEOUT_S = 2.0  # an answer that came later would hold up a loader that n
 _log = logging.getLogger("gyre_client")
 
 
-class MeasuringWatch:
-    """Watches the daemon while the context is open, and shows its progress in measuring.
+@contextlib.contextmanager
+def _showing_measuring(target: Target, dataset: str) -> Iterator[None]:
+    """A context in which the daemon's progress in measuring is shown.
 
-    As a bar on a terminal or in a notebook, else as warnings in the log.
+    It is a bar on a terminal or in a notebook, else warnings in the log. An error of waiting that
+    leaves the context says how far measuring was, if it was seen.
 
-    An error of waiting that leaves the context says how far measuring was, if it was seen.
+    `dataset` is the name that it waits for; "" for one without a definition.
     """
+    over, seen = threading.Event(), [""]
+    thread = threading.Thread(
+        target=_show_measuring,
+        args=(target, dataset, over, seen),
+        name="gyre-measuring",
+        daemon=True,
+    )
+    thread.start()
+    try:
+        yield
+    except (DaemonUnavailable, StorageUnavailable) as error:
+        if seen[-1]:
+            raise error.told(f"{error}. The daemon measures, {seen[-1]}") from error
+        raise
+    finally:
+        over.set()
+        thread.join()
 
-    def __init__(self, target: Target, dataset: str) -> None:
-        """Looks at the daemon of a target.
 
-        `dataset` is the name that it waits for; "" for one without a definition.
-        """
-        self._dataset = dataset
-        self._target = target
-        self._over = threading.Event()
-        self._last = ""
-        self._thread = threading.Thread(target=self._run, name="gyre-measuring", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-        if isinstance(error, (DaemonUnavailable, StorageUnavailable)) and self._last:
-            raise error.told(f"{error}. The daemon measures, {self._last}") from error
-
-    def _run(self) -> None:
-        pause_s = FIRST_LOOK_S
-        draws = is_watched() and os.environ.get("LOCAL_RANK", "0") == "0"
-        with contextlib.ExitStack() as shown:
-            bar, states = None, list[pb.MeasuringState]()
-            while not self._over.wait(pause_s):
-                pause_s = _FRAME_S if draws else min(2 * pause_s, LONGEST_PAUSE_S)
-                with contextlib.suppress(GyreError):
-                    states = self._look()
-                    self._last = "; ".join(map(measuring_line, states))
-                if not self._last or self._over.is_set():
-                    continue
-                if not draws:
-                    _log.warning("waiting until samples are measured: %s", self._last)
-                    continue
-                bar = bar or shown.enter_context(ProgressBar("samples measured"))
-                num_done, num_all = (
-                    sum(s.num_done for s in states),
-                    sum(s.num_samples for s in states),
-                )
-                bar.update(num_done, num_all, ", ".join(s.dataset for s in states))
-
-    def _look(self) -> list[pb.MeasuringState]:
-        with Connection(self._target.address) as connection:
-            states = connection.status(_LOOK_TIMEOUT_S).measurings
-        return [s for s in states if self._dataset in ("", s.dataset)]
+def _show_measuring(target: Target, dataset: str, over: threading.Event, seen: list[str]) -> None:
+    pause_s = FIRST_LOOK_S
+    draws = is_watched() and os.environ.get("LOCAL_RANK", "0") == "0"
+    with contextlib.ExitStack() as shown:
+        bar, states = None, list[pb.MeasuringState]()
+        while not over.wait(pause_s):
+            pause_s = _FRAME_S if draws else min(2 * pause_s, LONGEST_PAUSE_S)
+            with contextlib.suppress(GyreError), Connection(target.address) as connection:
+                found = connection.status(_LOOK_TIMEOUT_S).measurings
+                states = [each for each in found if dataset in ("", each.dataset)]
+                seen[:] = ["; ".join(map(measuring_line, states))]
+            if not seen[-1] or over.is_set():
+                continue
+            if not draws:
+                _log.warning("waiting until samples are measured: %s", seen[-1])
+                continue
+            bar = bar or shown.enter_context(ProgressBar("samples measured"))
+            num_done = sum(each.num_done for each in states)
+            num_all = sum(each.num_samples for each in states)
+            bar.update(num_done, num_all, ", ".join(each.dataset for each in states))
 
 
 def describe(
@@ -561,7 +548,7 @@ def describe(
     Raises:
         GyreError: See `Loader`.
     """
-    with Connection(target.address) as connection, MeasuringWatch(target, dataset.name):
+    with Connection(target.address) as connection, _showing_measuring(target, dataset.name):
         return Outage(reattach_timeout_s).retry(
             lambda timeout_s: connection.describe(dataset, timeout_s, transforms=transforms)
         )
