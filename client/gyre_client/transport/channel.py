@@ -37,7 +37,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
 import grpc
@@ -198,13 +197,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
-class Peer(NamedTuple):
-    """The process that listens on a socket, as the kernel tells."""
-
-    pid: int
-    uid: int
-
-
 def check_files(address: Address) -> None:
     """Checks that only a trusted user can have put the daemon's socket where it is.
 
@@ -231,8 +223,8 @@ def check_files(address: Address) -> None:
         raise _unavailable(address, error) from None
 
 
-def check_listener(address: Address) -> Peer | None:
-    """Connects to the daemon's socket, and returns the process that listens; sends nothing.
+def check_listener(address: Address) -> int | None:
+    """Connects to the daemon's socket, and returns the id of the listening process; sends nothing.
 
     Returns:
         None over TCP, where the kernel does not tell.
@@ -252,8 +244,8 @@ def check_listener(address: Address) -> Peer | None:
         return check_peer(connection, address)
 
 
-def check_peer(connection: socket.socket, address: Address) -> Peer:
-    """Returns the process that listens at the other end of a connection.
+def check_peer(connection: socket.socket, address: Address) -> int:
+    """Returns the id of the process that listens at the other end of a connection.
 
     Raises:
         UntrustedDaemon: It belongs to a user that this process does not trust.
@@ -262,7 +254,7 @@ def check_peer(connection: socket.socket, address: Address) -> Peer:
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid % 2**32 not in address.trusted_uids:
         raise _untrusted(address, f"is served by process {pid} of", uid)
-    return Peer(pid, uid)
+    return int(pid)
 
 
 def _check_owner(address: Address, path: Path, found: os.stat_result) -> None:

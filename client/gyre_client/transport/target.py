@@ -153,10 +153,10 @@ class PrivateDaemon:
             os.close(self._process)
             self._process = -1
         try:
-            listener = check_listener(self.address)
-            if listener is None or not listener.pid:
-                return listener is not None  # in a container whose processes are not seen here
-            self._process, self.pid = os.pidfd_open(listener.pid), listener.pid
+            pid = check_listener(self.address)
+            if not pid:
+                return pid is not None  # 0: in a container whose processes are not seen here
+            self._process, self.pid = os.pidfd_open(pid), pid
         except (DaemonUnavailable, ProcessLookupError):
             return False
         return True
