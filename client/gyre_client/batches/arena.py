@@ -43,6 +43,7 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable
+from ctypes import c_int, c_long, c_size_t, c_void_p
 from functools import partial
 
 import numpy as np
@@ -53,40 +54,22 @@ from gyre_client.transport.channel import NotShared, SideChannel
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library
-_FAILED = ctypes.c_void_p(-1).value
+_FAILED = c_void_p(-1).value
 
 # PyDLL keeps the interpreter's lock during a call; `move_out` depends on it.
 _libc = ctypes.PyDLL(None, use_errno=True)
-_mmap, _mremap, _munmap, _memmove, _madvise = (
-    _libc.mmap,
-    _libc.mremap,
-    _libc.munmap,
-    _libc.memmove,
-    _libc.madvise,
-)
-_mmap.restype = _mremap.restype = _memmove.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_mremap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-]
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_mmap, _mremap, _munmap = _libc.mmap, _libc.mremap, _libc.munmap
+_memmove, _madvise = _libc.memmove, _libc.madvise
+_mmap.restype = _mremap.restype = _memmove.restype = c_void_p
+_mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+_mremap.argtypes = [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
+_munmap.argtypes = [c_void_p, c_size_t]
+_memmove.argtypes = [c_void_p, c_void_p, c_size_t]
+_madvise.argtypes = [c_void_p, c_size_t, c_int]
 # `munmap` as the callback of a weak reference, which is its third argument and is ignored. No code
 # of Python runs, so a signal cannot interrupt it.
 _munmap_for = _libc["munmap"]
-_munmap_for.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.py_object]
+_munmap_for.argtypes = [c_void_p, c_size_t, ctypes.py_object]
 
 Memory = npt.NDArray[np.uint8]
 # The memory that was moved out, by its address; entries of freed memory are removed later.
@@ -100,10 +83,10 @@ _Argument = ctypes.c_uint64 * 12
 _MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
 # CDLL gives up the interpreter's lock: to map all pages of an arena takes milliseconds.
 _populate = ctypes.CDLL(None).madvise
-_populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_populate.argtypes = [c_void_p, c_size_t, c_int]
 # PyDLL keeps the lock: a scan takes microseconds, and to get the lock back may take longer.
 _ioctl = ctypes.PyDLL(None).ioctl
-_ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
+_ioctl.argtypes = [c_int, ctypes.c_ulong, c_void_p]
 
 
 class ArenaMapping:
@@ -161,21 +144,13 @@ class ArenaMapping:
         """
         if self._pagemap < 0:
             return True
-        found = ctypes.addressof(self._found)
-        one_region, one_page = 1, 1
+        size, flags, walk_end = ctypes.sizeof(_Argument), 0, 0
+        first, last = self.address + begin, self.address + end
+        found, one_region, one_page = ctypes.addressof(self._found), 1, 1
         # masks (inverted, all of, any of, returned): present or swapped, and not the file's
         wanted = (_IS_FILE, _IS_FILE, _IS_PRESENT | _IS_SWAPPED, 0)
-        size = ctypes.sizeof(_Argument)
         argument = _Argument(
-            size,
-            0,
-            self.address + begin,
-            self.address + end,
-            0,
-            found,
-            one_region,
-            one_page,
-            *wanted,
+            size, flags, first, last, walk_end, found, one_region, one_page, *wanted
         )
         num_regions: int = _ioctl(self._pagemap, _SCAN, ctypes.addressof(argument))
         return num_regions != 0  # an older kernel, or a sandbox, says -1
@@ -302,15 +277,7 @@ class Loan(weakref.ref[Memory]):
 
     __slots__ = ("_arena", "begin", "end", "first_step", "is_copied", "is_read", "num_batches")
 
-    def __new__(
-        cls,
-        memory: Memory,
-        returned: "Callable[[Loan], None]",
-        arena: "Arena",
-        extent: tuple[int, int],
-        first_step: int,
-        num_batches: int,
-    ) -> "Loan":
+    def __new__(cls, memory: Memory, returned: "Callable[[Loan], None]", *_: object) -> "Loan":
         """Makes a weak reference; `returned` is called with it when the memory is gone."""
         return super().__new__(cls, memory, returned)
 
@@ -428,10 +395,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        descriptor: int,
-        num_bytes: int | None = None,
-        returned: deque[Loan] | None = None,
+        self, descriptor: int, num_bytes: int | None = None, returned: deque[Loan] | None = None
     ) -> None:
         """Maps the file and closes the descriptor, which this object owns.
 
