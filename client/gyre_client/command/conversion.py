@@ -617,8 +617,8 @@ def convert_dataset(
             elapsed_s = max(time.monotonic() - began_s, 1e-9)
             show(num_done, num_samples, num_elements / elapsed_s)
 
-        with opened(engine) as doing:
-            run_units(parts, folder, doing, connection, daemons, advance)
+        with opened(engine) as driver:
+            run_units(parts, folder, driver, connection, daemons, advance)
         return _finished(folder, len(parts), conversion.kind, target)
 
 

@@ -151,14 +151,6 @@ def transforms_of(args: argparse.Namespace) -> pb.TransformList | None:
     path: Path | None = args.transforms
     if path is None:
         return None
-    found = _read(path)
-    try:
-        return transform_list(found)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{path}: {error}") from error
-
-
-def _read(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -166,8 +158,14 @@ def _read(path: Path) -> Any:
         raise InvalidRequest(f"--transforms {path} cannot be read: {error.strerror}") from error
     if len(data) > _MAX_BYTES:
         raise InvalidRequest(f"--transforms {path} has more than {_MAX_BYTES} bytes; name a chain")
-    if path.suffix == ".toml":
-        return _of_toml(path, data)
+    found = _of_toml(path, data) if path.suffix == ".toml" else _of_json(path, data)
+    try:
+        return transform_list(found)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}: {error}") from error
+
+
+def _of_json(path: Path, data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -184,8 +184,8 @@ def write_whole(path: Path, text: str) -> None:
     unfinished.rename(path)
 
 
-def check_engine(engine: str) -> str:
-    """Returns the engine, if there is one of that name.
+def check_engine(engine: str) -> None:
+    """Checks the name of an engine.
 
     Raises:
         InvalidRequest: There is none.
@@ -198,13 +198,12 @@ def check_engine(engine: str) -> str:
         )
     if engine != LOCAL and importlib.util.find_spec("ray") is None:
         raise NotInstalled.needs("this engine", "ray", "ray")
-    return engine
 
 
 def run_units(
     units: Sequence[Unit],
     folder: UnitFolder,
-    engine: "Engine",
+    driver: Pipe | None,
     connection: Connection,
     daemons: Daemons,
     advance: Callable[[int, int], None],
@@ -219,20 +218,20 @@ def run_units(
     """
     done = folder.results()
     left = [unit for unit in units if unit.number not in done]
-    if engine.driver is None:
+    if driver is None:
         _run_here(left, folder.path, connection, advance)
         return
     try:
-        engine.driver.send((left, str(folder.path), daemons))
-        while step := engine.driver.recv():
+        driver.send((left, str(folder.path), daemons))
+        while step := driver.recv():
             reason, message, num_samples, num_elements = step
             if reason:
                 raise getattr(errors, reason, GyreError)(message)
             advance(num_samples, num_elements)
     except (EOFError, OSError) as error:
         raise StorageUnavailable(
-            f"Ray at {engine.name} ended its driver, as when a raylet or the head dies. "
-            "The same command does the rest"
+            "Ray ended its driver, as when a raylet or the head dies. The same command does the "
+            "rest"
         ) from error
 
 
@@ -267,24 +266,14 @@ def _keep(path: Path, number: int, result: Result) -> None:
     write_whole(path / _RESULTS / f"{number:09d}.json", json.dumps(result))
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """The means to do units.
-
-    Attributes:
-        name: From `check_engine`.
-        driver: To the process of Ray's driver; None for threads of this process.
-    """
-
-    name: str
-    driver: Pipe | None = None
-
-
 @contextlib.contextmanager
-def opened(engine: str) -> Iterator[Engine]:
-    """An engine; a Ray of this machine ends with the context."""
+def opened(engine: str) -> Iterator[Pipe | None]:
+    """A pipe to the process of Ray's driver; None for `local`, threads of this process.
+
+    A Ray of this machine ends with the context.
+    """
     if engine == LOCAL:
-        yield Engine(engine)
+        yield None
         return
     spawn = multiprocessing.get_context("spawn")
     ours, its = spawn.Pipe()
@@ -293,7 +282,7 @@ def opened(engine: str) -> Iterator[Engine]:
     driver.start()
     its.close()
     try:
-        yield Engine(engine, ours)
+        yield ours
     finally:
         ours.close()
         driver.join(_SHUTDOWN_S)
@@ -519,35 +508,25 @@ def run_on_shards(
             f"--engine: {INDEX_DIR} is not set. Set it to a folder of indexes that all nodes see."
         )
     counted = next(connection.index(dataset, shards=pb.ShardRange()), pb.IndexProgress())
+    num_shards, step = counted.num_shards, -(-counted.num_shards // _MAX_UNITS)
     results: Mapping[int, Any] = {}
-    with opened(engine) as doing:
+    with opened(engine) as driver:
         for work in works:
-
-            def told(num_done: int, work: Work = work) -> None:
-                show(num_done, counted.num_shards, work)
-
-            units = _units(work, counted.num_shards, dataset, transforms)
-            results = _results(units, Path(path).absolute(), doing, connection, daemons, told)
+            units = [
+                ShardUnit(number, first, min(first + step, num_shards), work, dataset, transforms)
+                for number, first in enumerate(range(0, num_shards, step))
+            ]
+            results = _results(units, Path(path).absolute(), driver, connection, daemons, show)
     return results
-
-
-def _units(
-    work: Work, num_shards: int, dataset: pb.DatasetRef, transforms: pb.TransformList | None
-) -> list[ShardUnit]:
-    step = -(-num_shards // _MAX_UNITS)
-    return [
-        ShardUnit(number, first, min(first + step, num_shards), work, dataset, transforms)
-        for number, first in enumerate(range(0, num_shards, step))
-    ]
 
 
 def _results(
     units: list[ShardUnit],
     path: Path,
-    engine: Engine,
+    driver: Pipe | None,
     connection: Connection,
     daemons: Daemons,
-    show: Callable[[int], None],
+    show: Callable[[int, int, str], None],
 ) -> Mapping[int, Any]:
     """Does the units, and returns their results; until all are done, a folder keeps them."""
     one = units[-1]
@@ -566,9 +545,9 @@ def _results(
         def advance(num: int, _: int) -> None:
             nonlocal num_done
             num_done += num
-            show(num_done)
+            show(num_done, one.stop, one.work)
 
-        run_units(units, folder, engine, connection, daemons, advance)
+        run_units(units, folder, driver, connection, daemons, advance)
         results = folder.results()
         folder.remove()
     return results
