@@ -89,10 +89,7 @@ Indices = npt.NDArray[np.int64]
 class Contender:
     """One loader of the comparison.
 
-    Attributes:
-        label: Its name for people.
-        kind: The library, and how it reads.
-        num_workers: Worker processes of a DataLoader; 0 for Gyre.
+    `kind` is the library, and how it reads. Gyre has no worker processes.
     """
 
     label: str
@@ -397,10 +394,8 @@ Show = Callable[[int, int, str], None]
 class Comparison:
     """The measurements.
 
-    Attributes:
-        files_were_cached: The files were in the page cache before the first measurement.
-        missing: Packages that further opponents would need.
-        medians: For each loader, the medians over its turns of the results of `measure`.
+    `missing` are packages that further opponents would need, and `medians` those over the turns of
+    each loader of the results of `measure`.
     """
 
     files_were_cached: bool

@@ -266,13 +266,8 @@ _log = logging.getLogger("gyre_client")
 class Loan(weakref.ref[Memory]):
     """Memory of a lent batch group; it queues itself when the last view of it is gone.
 
-    Attributes:
-        begin: The first byte in the arena.
-        end: The byte behind the last page.
-        first_step: The first step of the group.
-        num_batches: How many batches are there.
-        is_read: Whether the script may hold views of it.
-        is_copied: Whether all its pages are this process's own.
+    It ends with a page. `is_read` says whether the script may hold views of it, and `is_copied`
+    whether all its pages are this process's own.
     """
 
     __slots__ = ("_arena", "begin", "end", "first_step", "is_copied", "is_read", "num_batches")

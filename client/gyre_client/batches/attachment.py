@@ -136,12 +136,8 @@ MAX_RELEASES = 4096
 class Consumed:
     """The consumer's totals since the session began.
 
-    Attributes:
-        num_dequeued: The batches that left the queue.
-        num_taken: The batches that were handed to the script.
-        waited_s: How long it had no batch to go on with.
-        next_batch: The batch that the script takes next.
-        stop: The batch behind the last one of the script's iteration.
+    It had no batch to go on with for `waited_s`. The script takes `next_batch` next, and `stop` is
+    the batch behind the last one of its iteration.
     """
 
     num_dequeued: int = 0
@@ -317,13 +313,8 @@ class Outbox:
 class Session:
     """A session that the daemon opened.
 
-    Attributes:
-        opened: The daemon's answer.
-        widened: The tensors to convert when they are taken out of a batch.
-        tensors: The dtypes and shapes of each batch.
-        arenas: The memory of the batches; None if their payload comes through gRPC.
-        is_endless: Whether the batches never end.
-        stall_timeout_s: How long the consumer waits for a batch while the daemon only talks.
+    `arenas` is None if payloads come through gRPC. The consumer waits for `stall_timeout_s` for a
+    batch while the daemon only talks.
     """
 
     opened: pb.SessionOpened

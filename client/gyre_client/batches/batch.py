@@ -67,12 +67,7 @@ def widen(tensors: Mapping[str, torch.Tensor], wider: Widened) -> dict[str, torc
 class TensorPlace:
     """The place of a tensor in a batch's memory.
 
-    Attributes:
-        name: The tensor's name.
-        dtype: The dtype of its elements; uint16 where numpy has none of this size.
-        shape: Its shape.
-        offset_bytes: Where it begins.
-        known_to_torch: Its dtype, where numpy has none.
+    `dtype` is uint16 where numpy has none of this size; then `known_to_torch` is the tensor's.
     """
 
     name: str
@@ -97,11 +92,8 @@ class TensorPlace:
 class Layout:
     """The tensors of a batch's payload.
 
-    Attributes:
-        places: The place of each tensor.
-        num_bytes: The length of the payload.
-        widened: The tensors to convert when they are taken out.
-        offsets: The offsets of each ragged field, and how many elements the field has.
+    `widened` are those to convert when they are taken out. `offsets` has those of each ragged
+    field, and how many elements the field has.
     """
 
     places: Sequence[TensorPlace]
@@ -135,11 +127,8 @@ class Layout:
 class Batch:
     """One rank's part of one global step.
 
-    Attributes:
-        step: The global step.
-        cursor: Resumes after this batch.
-        memory: uint8 [num_bytes]; only this process writes to it.
-        layout: The tensors in the memory.
+    `memory` is uint8 [num_bytes], and only this process writes to it. `cursor` resumes after the
+    batch.
     """
 
     step: int

@@ -624,8 +624,7 @@ class CudaTransfer:
 class _PinnedBuffer:
     """Pinned memory for one payload.
 
-    Attributes:
-        was_read: Recorded after the device read the payload that was filled in last.
+    `was_read` is recorded after the device read the payload that was filled in last.
     """
 
     def __init__(self) -> None:

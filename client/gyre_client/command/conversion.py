@@ -74,23 +74,13 @@ class Column:
     has_shapes: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRange:
-    """A range of samples that a daemon sends.
-
-    Attributes:
-        description: Of the dataset.
-        transforms: The identity of the transforms.
-        batches: Successive samples by field, until all were sent.
-    """
-
-    description: pb.DatasetDescription
-    transforms: str
-    batches: Iterator[Arrays]
-
-
-def read_range(connection: Connection, request: pb.ReadSamplesRequest) -> SampleRange:
+def read_range(
+    connection: Connection, request: pb.ReadSamplesRequest
+) -> tuple[pb.DatasetDescription, str, Iterator[Arrays]]:
     """Asks for a range of samples; an empty one gives the description alone.
+
+    Returns:
+        The description, the identity of the transforms, and batches of successive samples.
 
     Raises:
         GyreError: The daemon refuses the dataset; later, a sample cannot be read.
@@ -98,8 +88,7 @@ def read_range(connection: Connection, request: pb.ReadSamplesRequest) -> Sample
     chunks = iter(connection.read_samples(request))
     first = next(chunks, pb.SamplesChunk())
     check_description(first.description)
-    batches = _batches(chunks, first.description.fields)
-    return SampleRange(first.description, first.transforms, batches)
+    return first.description, first.transforms, _batches(chunks, first.description.fields)
 
 
 def _batches(chunks: Iterable[pb.SamplesChunk], fields: Sequence[pb.Field]) -> Iterator[Arrays]:
@@ -469,13 +458,8 @@ Show = Callable[[int, int, float], None]
 class Conversion:
     """A dataset and the form to write it in.
 
-    Attributes:
-        dataset: The dataset, as requests name it.
-        transforms: Applied to its samples; None for those of its definition.
-        kind: One of `WRITERS`.
-        names: The columns to write; empty for all.
-        samples_per_shard: The most samples in a file.
-        dtype: Of the ids in token files; empty for the column's own.
+    Without `transforms`, samples get those of the dataset's definition; without `names`, all
+    columns are written. `dtype` is of the ids in token files; empty for the column's own.
     """
 
     dataset: pb.DatasetRef
@@ -496,14 +480,8 @@ class Conversion:
 class OutputFile:
     """The samples `[first, stop)`, which go into one file; see `units.Unit`.
 
-    Attributes:
-        number: Of the file.
-        first: Its first sample.
-        stop: Behind its last sample.
-        conversion: Which it belongs to.
-        fingerprint: Of the dataset.
-        transforms: The identity of the transforms.
-        folder: Where the file goes, on all nodes.
+    The fingerprint and the identity of the transforms are those at the beginning. All nodes see
+    `folder`.
     """
 
     number: int
@@ -517,10 +495,11 @@ class OutputFile:
     def run(self, connection: Connection, advance: Callable[[int, int], None]) -> dict[str, Any]:
         """Writes the file, whole or not at all; a second time with the same bytes."""
         conversion = self.conversion
-        found = read_range(connection, conversion.request(self.first, self.stop))
-        if (found.description.fingerprint, found.transforms) != (self.fingerprint, self.transforms):
+        request = conversion.request(self.first, self.stop)
+        description, transforms, batches = read_range(connection, request)
+        if (description.fingerprint, transforms) != (self.fingerprint, self.transforms):
             raise InvalidRequest("the dataset has changed while it was being converted; try again")
-        columns = chosen(columns_of(found.description), conversion.names)
+        columns = chosen(columns_of(description), conversion.names)
         unfinished = self.folder / f"unfinished-{secrets.token_hex(6)}"
         writer = WRITERS[conversion.kind](unfinished, self.number, columns, conversion.dtype)
         num_samples = num_elements = 0
@@ -528,7 +507,7 @@ class OutputFile:
         try:
             unfinished.mkdir()
             with contextlib.ExitStack() as closing:
-                for arrays in found.batches:
+                for arrays in batches:
                     if not num_samples:
                         closing.callback(_ignoring_errors, writer.close)
                     writer.write(arrays)
@@ -576,15 +555,14 @@ def convert_dataset(
         InvalidRequest: The folder exists or cannot be made, or the format cannot hold the columns.
         NotInstalled: The format's writer is missing.
     """
-    found = read_range(connection, conversion.request(0, 0))
-    description = found.description
+    description, transforms, _ = read_range(connection, conversion.request(0, 0))
     columns = chosen(columns_of(description), conversion.names)
     WRITERS[conversion.kind](target, 0, columns, conversion.dtype)  # refuses columns; makes nothing
     if target.exists() or target.is_symlink():
         raise InvalidRequest(f"{target} exists already; name a folder that does not")
     job = {
         "dataset": description.fingerprint,
-        "transforms": found.transforms,
+        "transforms": transforms,
         "format": conversion.kind,
         "columns": [column.name for column in columns],
         "samples-per-shard": conversion.samples_per_shard,
@@ -600,7 +578,7 @@ def convert_dataset(
                 min(first + step, num_samples),
                 conversion,
                 description.fingerprint,
-                found.transforms,
+                transforms,
                 folder.path,
             )
             for number, first in enumerate(range(0, num_samples, step))

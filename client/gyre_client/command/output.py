@@ -125,11 +125,7 @@ _MIN_WIDTH = 20  # of a value, however narrow the terminal is
 class CommandOutput(NamedTuple):
     """The output of a command.
 
-    Attributes:
-        value: JSON-ready values for programs.
-        text: Text for people.
-        status: The exit status.
-        more: Further text, and pictures, below the text.
+    `value` is JSON-ready, and `text` is for people; `more` is below it.
     """
 
     value: Any

@@ -51,7 +51,7 @@ from gyre_client.errors import (
 from gyre_client.transport.channel import Address, parse_address
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.run import NUM_LETTERS
-from gyre_client.transport.target import PrivateDaemon, acquire_private
+from gyre_client.transport.target import acquire_private
 
 LOCAL, RAY = "local", "ray"
 # A task asks Ray for this much, so that a node gets no more tasks than its memory holds. On two
@@ -95,10 +95,7 @@ class Unit(Protocol):
 class Daemons:
     """How a process on any node finds its daemon.
 
-    Attributes:
-        address: Where it listens; empty for a private one.
-        user: A user whom it may belong to.
-        environment: For private ones, on top of the node's.
+    The address is empty for a private one, which gets `environment` on top of the node's.
     """
 
     address: str
@@ -414,24 +411,21 @@ def _run_on_node(unit: Unit, path: str, daemons: Daemons) -> tuple[str, str, Res
     raise AssertionError("the last attempt returns")
 
 
-_daemon: PrivateDaemon | None = None  # of this worker, until it ends
-
-
 def _daemon_of_node(daemons: Daemons) -> Address:
-    """Returns the address of this node's daemon; a private one is started by the first task."""
-    global _daemon  # noqa: PLW0603
+    """Returns the address of this node's daemon; a private one is started by the first task.
+
+    It is this worker's until the worker ends.
+    """
     if daemons.address:
         return parse_address(daemons.address, daemons.user)
-    if _daemon is None:
-        import ray  # noqa: PLC0415  # this is one of its workers
+    import ray  # noqa: PLC0415  # this is one of its workers
 
-        os.environ |= daemons.environment
-        context = ray.get_runtime_context()
-        name = f"{context.get_job_id()} {context.get_node_id()}"
-        digest = hashlib.sha256(name.encode()).hexdigest()
-        _daemon = acquire_private(digest[:NUM_LETTERS])
-    _daemon.ensure()
-    return _daemon.address
+    os.environ |= daemons.environment
+    context = ray.get_runtime_context()
+    name = f"{context.get_job_id()} {context.get_node_id()}"
+    daemon = acquire_private(hashlib.sha256(name.encode()).hexdigest()[:NUM_LETTERS])
+    daemon.ensure()
+    return daemon.address
 
 
 INDEX_DIR = "GYRE_INDEX_DIR"

@@ -41,10 +41,7 @@ _STALE_S = 120.0  # without a new status file a run looks dead, or its steps are
 class Spike:
     """A step whose loss is far above those before it.
 
-    Attributes:
-        step: Its number.
-        loss: Its loss; None if it was no finite number.
-        usual: The median of the losses before it.
+    `loss` is None if it was no finite number; `usual` is the median of those before it.
     """
 
     step: int

@@ -49,10 +49,7 @@ MAX_BYTES = 1 << 46
 class _Tensor(NamedTuple):
     """The known properties of a tensor before it comes.
 
-    Attributes:
-        dtype: Its dtype.
-        num_rows: Its first dim; None for the elements of a ragged field.
-        row_shape: Its other dims.
+    `num_rows` is its first dim; None for the elements of a ragged field.
     """
 
     dtype: str
