@@ -36,7 +36,7 @@ from gyre_client.command.output import (
     as_text,
     facts,
     page_width,
-    shows_pictures,
+    shows_colours,
     stacked,
     table,
     thumbnail,
@@ -118,7 +118,7 @@ def sample_text(sample: Sample, head: str, decode: Decode | None = None) -> list
         ids = None if isinstance(value.data, bytes) else token_ids(name, value)
         if decode and ids and (text := decode(ids)):
             parts.append(f"    {words_of(Value('uint8', [len(text)], text.encode()))}")
-        if not isinstance(value.data, bytes) or not shows_pictures(sys.stdout):
+        if not isinstance(value.data, bytes) or not shows_colours(sys.stdout):
             continue
         if (media_type(value.data) or "").startswith("image/"):
             try:

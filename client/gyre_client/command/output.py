@@ -20,6 +20,7 @@ import time
 import tty
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from types import FrameType
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -56,8 +57,11 @@ class Picture(NamedTuple):
         return "\n".join(lines)
 
 
-def shows_pictures(output: IO[str]) -> bool:
-    """Whether pictures can be drawn on `output`: a terminal with colours."""
+def shows_colours(output: IO[str]) -> bool:
+    """Whether `output` is a terminal with colours, on which pictures can be drawn, too.
+
+    Users who want no colours set NO_COLOR (https://no-color.org).
+    """
     return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -106,11 +110,8 @@ _HEADER = re.compile(r"^[A-Z][A-Z/ ]+$", re.MULTILINE)
 
 
 def painted(text: str, output: IO[str]) -> str:
-    """Returns the text with coloured headers and bottlenecks if `output` is a terminal.
-
-    Users who want no colours set NO_COLOR (https://no-color.org).
-    """
-    if not output.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    """Returns the text with coloured headers and bottlenecks if `output` shows colours."""
+    if not shows_colours(output):
         return text
     text = _HEADER.sub(lambda found: f"{_BOLD}{found[0]}{_PLAIN}", text)
     return _WORD.sub(lambda found: f"{_OF_WORDS[found[0]]}{found[0]}{_PLAIN}", text)
@@ -152,7 +153,7 @@ def emit_more(parts: Sequence[str | Picture]) -> None:
     for part in parts:
         if isinstance(part, str):
             emit(part)
-        elif shows_pictures(sys.stdout):
+        elif shows_colours(sys.stdout):
             print(part.drawn(), flush=True)
 
 
@@ -234,15 +235,12 @@ def cut(line: str, num_columns: int) -> str:
 
 def width(text: str) -> int:
     """Returns how many columns of a terminal the text takes."""
-    return sum(_columns_of(character) for character in text)
-
-
-def _columns_of(character: str) -> int:
-    if character.isascii():
-        return 1
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF")
+        for each in text
+    )
 
 
 def _table_width(cells: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
@@ -374,17 +372,12 @@ _FULL = "\u2588"
 _MAX_CELLS = 40
 
 
-def title(histogram: pb.LengthHistogram) -> str:
-    """Returns the title of a histogram."""
-    return (
-        f"lengths of {printable(histogram.field)}: {histogram.least:,} to {histogram.greatest:,}, "
-        f"mean {histogram.mean:,.1f}, of {counted(histogram.num_samples, 'sample', ',')}"
-    )
-
-
 def as_text(histogram: pb.LengthHistogram, num_columns: int) -> str:
     """Returns a bar for each bin, no wider than a terminal."""
-    labels = [_label(histogram, number) for number in range(len(histogram.counts))]
+    labels = [
+        f"{first:,}" if first + 1 >= behind else f"{first:,} to {behind - 1:,}"
+        for first, behind in pairwise(histogram.bounds)
+    ]
     width = max(map(len, labels))
     counts = [f"{count:,}" for count in histogram.counts]
     room = max(8, min(_MAX_CELLS, num_columns - width - max(map(len, counts)) - 4))
@@ -393,12 +386,11 @@ def as_text(histogram: pb.LengthHistogram, num_columns: int) -> str:
         f"{label.rjust(width)}  {_bar(count / most * room).ljust(room)}  {shown}".rstrip()
         for label, count, shown in zip(labels, histogram.counts, counts, strict=True)
     ]
-    return "\n".join(cut(line, num_columns) for line in [title(histogram), *lines])
-
-
-def _label(histogram: pb.LengthHistogram, number: int) -> str:
-    first, last = histogram.bounds[number], histogram.bounds[number + 1] - 1
-    return f"{first:,}" if first >= last else f"{first:,} to {last:,}"
+    title = (
+        f"lengths of {printable(histogram.field)}: {histogram.least:,} to {histogram.greatest:,}, "
+        f"mean {histogram.mean:,.1f}, of {counted(histogram.num_samples, 'sample', ',')}"
+    )
+    return "\n".join(cut(line, num_columns) for line in [title, *lines])
 
 
 def _bar(cells: float) -> str:

@@ -487,12 +487,7 @@ def cost_request(dataset: str, values: Mapping[str, str]) -> pb.PlanCostRequest:
     Raises:
         InvalidRequest: One is missing, no whole number, or out of its bounds.
     """
-    numbers = {}
-    for name, (least, most) in _COST_BOUNDS.items():
-        text = values.get(name, "")
-        if not text.isdecimal() or not least <= int(text[:20]) <= most:
-            raise InvalidRequest(f"{name} is {text[:20]!r}; it must be {least} to {most}")
-        numbers[name] = int(text)
+    numbers = {name: _number(values, name, *bounds) for name, bounds in _COST_BOUNDS.items()}
     spec = order(
         numbers["batch_size"], 1, 0, "wrap", "block", numbers["io_block"], numbers["window"]
     )
@@ -502,6 +497,13 @@ def cost_request(dataset: str, values: Mapping[str, str]) -> pb.PlanCostRequest:
         num_epochs=numbers["epochs"],
         cache_bytes=numbers["cache"],
     )
+
+
+def _number(values: Mapping[str, str], name: str, least: int = 0, most: int = MAX_STEP) -> int:
+    text = values.get(name, "")
+    if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+        raise InvalidRequest(f"{name} is {text[:20]!r}; it must be {least} to {most}")
+    return int(text)
 
 
 class _Answers:
@@ -559,18 +561,19 @@ class _Answers:
     def why(self, request: Request) -> Any:
         """How the time of a step was spent."""
         job = request.query_params.get("job", "")
-        return self._watch.daemon_of(job).why(job, _number(request, "step"))
+        return self._watch.daemon_of(job).why(job, _number(request.query_params, "step"))
 
     def samples(self, request: Request) -> Any:
         """Samples of a step, of a job or of a run."""
-        asked, step = request.query_params, _number(request, "step")
+        asked = request.query_params
+        step = _number(asked, "step")
         if "run" in asked:
             located = self._watch.run_of(asked["run"]).request(step)
             daemon = self._watch.serving(located.dataset)
         else:
             daemon = self._watch.daemon_of(asked.get("job", ""))
             located = daemon.step_request(asked.get("job", ""), step)
-        first, num = _number(request, "first"), _number(request, "num")
+        first, num = _number(asked, "first"), _number(asked, "num")
         is_as_served = asked.get("as") == "served"
         return step_samples(
             daemon.connection, located, first, num, self._decode, is_as_served=is_as_served
@@ -610,13 +613,6 @@ class _Answers:
 
     def _daemon(self, request: Request) -> WatchedDaemon:
         return self._watch.daemon(request.query_params.get("daemon", ""))
-
-
-def _number(request: Request, name: str) -> int:
-    text = request.query_params.get(name, "")
-    if not text.isdecimal() or len(text) > 20 or int(text) > MAX_STEP:
-        raise InvalidRequest(f"{name} is {text[:20]!r}; it must be a whole number")
-    return int(text)
 
 
 def page_app(watch: Watch, decode: Decode | None) -> Door:
