@@ -86,7 +86,7 @@ def plain(memory: Memory) -> torch.Tensor:
 
 def through_pinned(device: torch.device) -> Way:
     transfer = CudaTransfer(device)
-    return lambda memory: transfer.begin(memory).result()
+    return lambda memory: transfer.begin(memory)()
 
 
 def from_registered(device: torch.device) -> Way:

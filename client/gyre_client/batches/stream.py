@@ -18,9 +18,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
@@ -467,21 +467,9 @@ class BatchStream(_Queue[Batch]):
 NUM_AHEAD = 2
 
 
-class Transfer(Protocol):
-    """One payload on its way to the device."""
-
-    def result(self) -> torch.Tensor:
-        """Returns the payload on the device, uint8 [num_bytes].
-
-        Work that the caller enqueues from now on runs after the transfer.
-        """
-
-
-class DeviceTransfer(Protocol):
-    """Transfers payloads to a device, in the order in which they are begun, from one thread."""
-
-    def begin(self, memory: Memory) -> Transfer:
-        """Begins to transfer a payload, uint8 [num_bytes], which may be reused on return."""
+# Returns a payload on the device, uint8 [num_bytes]. Work that the caller enqueues from then on
+# runs after the transfer.
+Transfer = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +492,7 @@ class DeviceBatch:
 
         They must be asked for in the thread, and with the CUDA stream, that will use them.
         """
-        payload, layout = self.transfer.result(), self.layout
+        payload, layout = self.transfer(), self.layout
         tensors = {place.name: place.view_on_device(payload) for place in layout.places}
         return widen(tensors, layout.widened) if layout.widened else tensors
 
@@ -517,11 +505,15 @@ class DeviceStream(_Queue[DeviceBatch]):
         position: Where the consumer stands; see `BatchStream`.
     """
 
-    def __init__(self, stream: BatchStream, device: DeviceTransfer) -> None:
-        """Begins to transfer; the stream is open."""
+    def __init__(self, stream: BatchStream, begin: Callable[[Memory], Transfer]) -> None:
+        """Begins to transfer; the stream is open.
+
+        `begin` begins to transfer a payload, uint8 [num_bytes], which may be reused on return; it
+        is called in one thread, and transfers follow each other.
+        """
         super().__init__()
         self.source = stream
-        self._device = device
+        self._begin = begin
         self.position = stream.position
         self._num_dequeued = stream.position.batch
         self._has_room = Wakeup()
@@ -585,7 +577,7 @@ class DeviceStream(_Queue[DeviceBatch]):
         batch = self.source.take()
         if batch is None:
             return False
-        transfer = self._device.begin(batch.memory)
+        transfer = self._begin(batch.memory)
         self._inbox.append(DeviceBatch(batch.step, batch.cursor, batch.layout, transfer))
         self._has_arrived.wake()
         return True
@@ -618,7 +610,16 @@ class CudaTransfer:
             buffer.was_read.record(self._stream)
             complete = _event()
             complete.record(self._stream)
-        return _CudaPayload(payload, complete)
+
+        def result() -> torch.Tensor:
+            """See `Transfer`: the current CUDA stream waits, the host does not."""
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(complete)
+            # Freed memory is then used again only after this stream's work with it.
+            payload.record_stream(stream)
+            return payload
+
+        return result
 
 
 class _PinnedBuffer:
@@ -637,20 +638,6 @@ class _PinnedBuffer:
         if len(memory) > len(self._memory):
             self._memory = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
         return self._memory[: len(memory)].copy_(torch.from_numpy(memory))
-
-
-class _CudaPayload:
-    def __init__(self, payload: torch.Tensor, complete: torch.cuda.Event) -> None:
-        self._payload = payload
-        self._complete = complete
-
-    def result(self) -> torch.Tensor:
-        """See `Transfer`: the current CUDA stream waits, the host does not."""
-        stream = torch.cuda.current_stream(self._payload.device)
-        stream.wait_event(self._complete)
-        # Freed memory is then used again only after this stream's work with it.
-        self._payload.record_stream(stream)
-        return self._payload
 
 
 def _event() -> torch.cuda.Event:

@@ -5,7 +5,7 @@ source. `rewind` finds the samples behind steps of a run, and says how to leave 
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -115,7 +115,6 @@ def _bars(bounds: Sequence[int], counts: Sequence[Sequence[int]]) -> str:
 
 
 MAX_STEPS = 1000  # in a range: each step is a call
-_QUALITY = ("DISPLACEMENT", "SPREAD", "MIXING")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,33 +234,23 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         )
     )
     decodes = any(each.num_chunks_decoded for each in response.estimates)
-    decoded = ("CHUNKS DECODED", "BYTES DECODED") if decodes else ()
     opens = any(each.num_opens for each in response.estimates)
-    opened = ("FILES OPENED",) if opens else ()
-    header = (
-        "ORDER",
-        "REQUESTS",
-        *opened,
-        "BYTES",
-        *decoded,
-        "AMPLIFICATION",
-        "MEMORY",
-        *_QUALITY,
-    )
+    columns: list[tuple[str, bool, Callable[[pb.CostEstimate], str]]] = [
+        ("ORDER", True, _name),
+        ("REQUESTS", True, lambda each: f"{each.num_requests:,}"),
+        ("FILES OPENED", opens, lambda each: f"{each.num_opens:,}"),
+        ("BYTES", True, lambda each: size(each.num_bytes)),
+        ("CHUNKS DECODED", decodes, lambda each: f"{each.num_chunks_decoded:,}"),
+        ("BYTES DECODED", decodes, lambda each: size(each.num_bytes_decoded)),
+        ("AMPLIFICATION", True, lambda each: f"{each.amplification:.2f}"),
+        ("MEMORY", True, lambda each: size(each.memory_bytes)),
+        ("DISPLACEMENT", True, lambda each: f"{each.quality.displacement:.2f}"),
+        ("SPREAD", True, lambda each: f"{each.quality.spread:.2f}"),
+        ("MIXING", True, lambda each: f"{each.quality.mixing:.2f}"),
+    ]
+    header = [name for name, is_shown, _ in columns if is_shown]
     rows = [
-        (
-            _name(each),
-            f"{each.num_requests:,}",
-            *((f"{each.num_opens:,}",) if opens else ()),
-            size(each.num_bytes),
-            *((f"{each.num_chunks_decoded:,}", size(each.num_bytes_decoded)) if decodes else ()),
-            f"{each.amplification:.2f}",
-            size(each.memory_bytes),
-            f"{each.quality.displacement:.2f}",
-            f"{each.quality.spread:.2f}",
-            f"{each.quality.mixing:.2f}",
-        )
-        for each in response.estimates
+        [read(each) for _, is_shown, read in columns if is_shown] for each in response.estimates
     ]
     epochs = counted(args.epochs, "epoch")
     head = (

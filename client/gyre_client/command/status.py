@@ -112,6 +112,9 @@ _MORE_COLUMNS = (
     _Column("TRANSFORMS", 0, lambda row: ", ".join(row.session.transforms) or _UNKNOWN),
     _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
 )
+_STORAGE = ("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE")
+_ENDPOINTS = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
+_MOUNTS = ("MOUNT", "FILE SYSTEM", "GUESS", "MEDIAN READ", "NOW")
 # Shown where a session has a value.
 _OPTIONAL_COLUMNS = (
     _Column("PEER", 0, lambda row: _peer(row.session.reader)),
@@ -177,26 +180,18 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         ]
         names = [column.name for column in columns]
         parts.append(stacked(names, _cells(status, columns), _NUM_KEYS, num_columns))
-    if status.storage:
-        storage_header = ("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE")
-        rows = [_storage_row(each) for each in status.storage]
-        parts.append(stacked(storage_header, rows, 3, num_columns))
-    if status.endpoints:
-        endpoint_header = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
-        states = [
-            (each.name, each.limit, each.num_in_flight, each.num_waiting, each.num_retries_left)
-            for each in status.endpoints
-        ]
-        parts.append(stacked(endpoint_header, states, 1, num_columns))
-    if status.mounts:
-        mount_header = ("MOUNT", "FILE SYSTEM", "GUESS", "MEDIAN READ", "NOW")
-        parts.append(
-            stacked(mount_header, [_mount_row(each) for each in status.mounts], 1, num_columns)
-        )
-    counted_now = [each for each in status.metrics if each.value]
-    if counted_now:
-        series = [(_number(each.value), each.name) for each in counted_now]
-        parts.append(stacked(("VALUE", "METRIC"), series, 1, num_columns))
+    endpoints = [
+        (each.name, each.limit, each.num_in_flight, each.num_waiting, each.num_retries_left)
+        for each in status.endpoints
+    ]
+    series = [(_number(each.value), each.name) for each in status.metrics if each.value]
+    tables: tuple[tuple[Sequence[str], Sequence[Sequence[object]], int], ...] = (
+        (_STORAGE, [*map(_storage_row, status.storage)], 3),
+        (_ENDPOINTS, endpoints, 1),
+        (_MOUNTS, [*map(_mount_row, status.mounts)], 1),
+        (("VALUE", "METRIC"), series, 1),
+    )
+    parts += [stacked(*each, num_columns) for each in tables if each[1]]
     return "\n\n".join(parts)
 
 

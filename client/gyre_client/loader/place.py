@@ -326,7 +326,7 @@ class JobPlace:
             source.open()
             check_same_dataset(source.opened, self._description)
             self._agreement.check(source.opened)
-            stream = source if transfer is None else DeviceStream(source, transfer)
+            stream = source if transfer is None else DeviceStream(source, transfer.begin)
             self._adopt(stream.opened)
             self._stream = stream
             return stream

@@ -3,8 +3,8 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,10 @@ class ThreadDevice:
         self.num_begun = 0
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="test-device")
 
-    def begin(self, memory: Memory) -> "Future[Tensor]":
+    def begin(self, memory: Memory) -> Callable[[], Tensor]:
         self.num_begun += 1
         pinned = torch.from_numpy(memory).clone()
-        return self._stream.submit(self._transfer, pinned)
+        return self._stream.submit(self._transfer, pinned).result
 
     def close(self) -> None:
         self.gate.set()
@@ -92,7 +92,7 @@ def device_stream(
     )
     source = BatchStream(Target(parse_address(daemon.address)), request, Terms(5.0))
     source.open()
-    stream = DeviceStream(source, device)
+    stream = DeviceStream(source, device.begin)
     try:
         yield stream
     finally:
@@ -209,7 +209,7 @@ def test_an_error_of_the_daemon_is_raised_after_the_batches_before_it(
 
 def test_an_error_of_the_device_is_raised_by_the_next_take(daemon: Daemon) -> None:
     class Broken(ThreadDevice):
-        def begin(self, memory: Memory) -> "Future[Tensor]":
+        def begin(self, memory: Memory) -> Callable[[], Tensor]:
             if self.num_begun == 2:
                 raise torch.OutOfMemoryError("no memory on this device")
             return super().begin(memory)
