@@ -22,15 +22,15 @@ import grpc
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batches.arena import Arenas, Loan, Memory
+from gyre_client.batches.arena import Arenas, Loan
 from gyre_client.batches.batch import (
     BatchGroup,
     Layout,
-    PayloadBuffer,
     Widened,
     read_cursors,
     read_layout,
     read_layouts,
+    read_payload,
 )
 from gyre_client.errors import (
     DaemonFault,
@@ -459,7 +459,7 @@ class Attachment:
                 yield self._lent(group, arenas, cursors, layouts)
             case "inline":
                 for row, layout in enumerate(layouts):
-                    memory = self._read_payload(layout.num_bytes)
+                    memory = read_payload(layout.num_bytes, self._next_chunk)
                     layout.check_offsets(memory)
                     yield BatchGroup(group.first_step + row, [cursors[row]], [layout], memory)
                 self.outbox.release(Inline(group.first_step, len(layouts)))
@@ -502,12 +502,6 @@ class Attachment:
             tensors.check(layout)
             self._last_layout = data, read_layout(layout, self._session.widened, tensors.ragged)
         return self._last_layout[1]
-
-    def _read_payload(self, num_bytes: int) -> Memory:
-        buffer = PayloadBuffer(num_bytes)
-        while buffer.num_missing:
-            buffer.append(self._next_chunk())
-        return buffer.memory
 
     def _next_chunk(self) -> memoryview:
         if self._payload is None:

@@ -145,9 +145,8 @@ class Batch:
 
     def copied(self) -> "Batch":
         """Returns the same batch in new memory."""
-        copy = PayloadBuffer(len(self.memory))
-        copy.append(self.memory.data)
-        return Batch(self.step, self.cursor, copy.memory, self.layout)
+        copy = read_payload(len(self.memory), lambda: self.memory.data)
+        return Batch(self.step, self.cursor, copy, self.layout)
 
 
 @dataclass(slots=True)  # not frozen: as above
@@ -223,47 +222,32 @@ class BatchGroup:
         return batch
 
 
-class PayloadBuffer:
-    """New memory for one batch's payload, which is written front to back.
+def read_payload(num_bytes: int, next_chunk: Callable[[], memoryview]) -> Memory:
+    """Returns new memory, uint8 [num_bytes], which chunks fill front to back.
 
-    Attributes:
-        memory: uint8 [num_bytes].
+    The system gives it page by page, and numpy copies without the interpreter's lock.
+
+    Raises:
+        DaemonFault: This process can have no such memory, or a chunk is longer than the rest.
     """
-
-    def __init__(self, num_bytes: int) -> None:
-        """Takes the memory, which the system gives page by page as it is filled.
-
-        Raises:
-            DaemonFault: This process can have no such memory.
-        """
-        try:
-            # torch aligns memory to 64 bytes, numpy does not
-            self.memory: Memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
-        except RuntimeError:
+    try:
+        # torch aligns memory to 64 bytes, numpy does not
+        memory: Memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+    except RuntimeError:
+        raise DaemonFault(
+            f"the daemon sent a batch of {num_bytes} bytes, for which this process has no memory"
+        ) from None
+    begin = 0
+    while begin < num_bytes:
+        data = next_chunk()
+        end = begin + len(data)
+        if end > num_bytes:
             raise DaemonFault(
-                f"the daemon sent a batch of {num_bytes} bytes, "
-                "for which this process has no memory"
-            ) from None
-        self._num_filled = 0
-
-    @property
-    def num_missing(self) -> int:
-        """The number of bytes still to come."""
-        return len(self.memory) - self._num_filled
-
-    def append(self, data: memoryview) -> None:
-        """Copies the next chunk; numpy does it without the interpreter's lock.
-
-        Raises:
-            DaemonFault: The chunk is longer than the rest of the payload.
-        """
-        if len(data) > self.num_missing:
-            raise DaemonFault(
-                f"a payload chunk of {len(data)} bytes came where {self.num_missing} end the batch"
+                f"a payload chunk of {len(data)} bytes came where {num_bytes - begin} end the batch"
             )
-        end = self._num_filled + len(data)
-        self.memory[self._num_filled : end] = np.frombuffer(data, np.uint8)
-        self._num_filled = end
+        memory[begin:end] = np.frombuffer(data, np.uint8)
+        begin = end
+    return memory
 
 
 def read_layouts(group: pb.BatchGroup, read: Callable[[pb.Layout], Layout]) -> list[Layout]:

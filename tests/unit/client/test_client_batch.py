@@ -4,35 +4,34 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from gyre_client.batches.arena import Memory
 from gyre_client.batches.batch import (
     BatchGroup,
     Layout,
-    PayloadBuffer,
     TensorPlace,
     objects,
     padded,
     read_cursors,
     read_layout,
     read_layouts,
+    read_payload,
     texts,
 )
 from gyre_client.errors import DaemonFault, InvalidRequest
 from gyre_protos.v1 import loader_pb2 as pb
 
 
-def filled(*chunks: bytes) -> PayloadBuffer:
-    buffer = PayloadBuffer(sum(map(len, chunks)))
-    for chunk in chunks:
-        buffer.append(memoryview(chunk))
-    return buffer
+def filled(*chunks: bytes) -> Memory:
+    parts = map(memoryview, chunks)
+    return read_payload(sum(map(len, chunks)), lambda: next(parts))
 
 
 def places_of(layout: list[pb.Tensor]) -> Sequence[TensorPlace]:
     return read_layout(pb.Layout(tensors=layout), {}).places
 
 
-def tensors_of(buffer: PayloadBuffer, layout: list[pb.Tensor]) -> dict[str, torch.Tensor]:
-    return {place.name: place.view(buffer.memory) for place in places_of(layout)}
+def tensors_of(memory: Memory, layout: list[pb.Tensor]) -> dict[str, torch.Tensor]:
+    return {place.name: place.view(memory) for place in places_of(layout)}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_empty_tensors_and_payloads() -> None:
     }
     assert copied["none"].shape == (0, 5)
     assert copied["scalar"].item() == 1.0
-    assert PayloadBuffer(0).num_missing == 0
+    assert len(filled()) == 0
 
 
 def test_a_group_has_one_layout_for_all_batches_or_one_each() -> None:
@@ -153,10 +152,9 @@ def test_a_group_returns_its_batches_in_order() -> None:
 
 
 def test_a_chunk_that_spans_two_batches_is_refused() -> None:
-    buffer = PayloadBuffer(10)
-    buffer.append(memoryview(bytes(6)))
+    chunks = map(memoryview, (bytes(6), bytes(5)))
     with pytest.raises(DaemonFault, match="5 bytes came where 4 end the batch"):
-        buffer.append(memoryview(bytes(5)))
+        read_payload(10, lambda: next(chunks))
 
 
 def ragged(*samples: bytes) -> dict[str, torch.Tensor]:
