@@ -518,11 +518,7 @@ class Attachment:
         return chunk
 
     def _heard(self, waiting_for: str, *, is_news: bool) -> None:
-        """Notes a message of the daemon, and how long the consumer has waited for a batch.
-
-        Raises:
-            DaemonFault: It has only talked while the consumer waited for `stall_timeout_s`.
-        """
+        """Notes a message of the daemon, and how long the consumer has waited for a batch."""
         now_s = time.monotonic()
         # At most a lease: longer, and this process was stopped meanwhile.
         silent_s = min(now_s - self._heard_at_s, self._lease_s)

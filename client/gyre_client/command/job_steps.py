@@ -303,11 +303,7 @@ def add_rewind_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """Reads the run's files, which name its dataset, and the file of its transforms.
-
-    Raises:
-        InvalidRequest: They do not, or cannot be read.
-    """
+    """Reads the run's files, which name its dataset, and the file of its transforms."""
     args.files, args.chain = read_run(args.run_path), transforms_of(args)
     if args.dataset is None:
         if not args.files.dataset:

@@ -48,11 +48,7 @@ def status(connection: Connection, args: argparse.Namespace) -> CommandOutput:
 
 
 def _checkup(status: pb.DaemonStatus) -> CommandOutput:
-    """Returns the problems; the exit status is 1 if there are some.
-
-    Raises:
-        NotAllowed: the daemon tells them to its operators alone.
-    """
+    """Returns the problems; the exit status is 1 if there are some."""
     if not status.HasField("checkup"):
         raise NotAllowed(
             "the daemon shows its problems to operators alone, or is older than this command. "

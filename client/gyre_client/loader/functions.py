@@ -172,12 +172,7 @@ def _learnt(
     lengths: Mapping[str, int | None],
     where: str,
 ) -> dict[str, dict[str, object]]:
-    """Returns the dtype and shape of each field that the last step of a chain makes.
-
-    Raises:
-        InvalidRequest: The dataset has no sample, or `lengths` names no sequence of the result.
-        GyreError: See `declare_functions`.
-    """
+    """Returns the dtype and shape of each field that the last step of a chain makes."""
     transforms = transform_list(chain)
     with Connection(target.address) as connection:
         described = connection.describe(dataset, OPEN_TIMEOUT_S, transforms=transforms)
@@ -239,12 +234,7 @@ def _pickled(function: Callable[..., Any], where: str) -> bytes:
 
 
 def _dumps(value: object) -> bytes:
-    """Pickles a value; functions of the script by value.
-
-    Raises:
-        NotInstalled: cloudpickle is missing.
-        Exception: Whatever pickling it raises.
-    """
+    """Pickles a value; functions of the script by value."""
     try:
         import cloudpickle  # noqa: PLC0415  # it is optional
     except ImportError as error:

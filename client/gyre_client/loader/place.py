@@ -269,12 +269,7 @@ class JobPlace:
                 self.target.release()
 
     def _check_usable(self) -> None:
-        """Checks that a session may be opened here.
-
-        Raises:
-            ForkedProcess: This is another process than the one that made it.
-            InvalidRequest: It was released.
-        """
+        """Checks that a session may be opened here."""
         if self._pid != os.getpid():
             raise ForkedProcess(
                 f"this Loader was made by process {self._pid}, "
@@ -409,12 +404,7 @@ class EpochIterator:
             ) from None
 
     def _find_end(self) -> None:
-        """Asks the loader where the iteration ends.
-
-        Raises:
-            StopIteration: The iteration has ended.
-            InvalidRequest: A younger iterator reads the loader.
-        """
+        """Asks the loader where the iteration ends."""
         loader = self._loader
         if self._has_ended:
             raise StopIteration

@@ -528,11 +528,7 @@ def cut_of(description: pb.DatasetDescription, ranks: Ranks, cp_cut: str) -> Seq
 
 
 def _token_field(fields: Mapping[str, pb.Field]) -> str:
-    """The field of token ids of an unpacked dataset.
-
-    Raises:
-        InvalidRequest: There is no such field, or there are several.
-    """
+    """The field of token ids of an unpacked dataset."""
     found = [name for name, field in fields.items() if field.token_ids] or [
         name for name in fields if name == _TOKENS
     ]
@@ -545,11 +541,7 @@ def _token_field(fields: Mapping[str, pb.Field]) -> str:
 
 
 def _length(field: pb.Field) -> int:
-    """The length of the sequences.
-
-    Raises:
-        InvalidRequest: They have none.
-    """
+    """The length of the sequences."""
     if field.ragged or len(field.shape) != 1:
         raise InvalidRequest(
             f"cp_dim: samples of {field.name!r} are no sequences of one length. Pack them with "

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
 
 from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
@@ -44,17 +43,6 @@ DTYPE_BYTES = {
 ALIGNMENT_BYTES = 64
 # More than any batch or arena that a machine holds, and far from where sizes overflow.
 MAX_BYTES = 1 << 46
-
-
-class _Tensor(NamedTuple):
-    """The known properties of a tensor before it comes.
-
-    `num_rows` is its first dim; None for the elements of a ragged field.
-    """
-
-    dtype: str
-    num_rows: int | None
-    row_shape: tuple[int, ...]
 
 
 def check_fields(fields: Sequence[pb.Field]) -> None:
@@ -93,14 +81,16 @@ class BatchTensors:
 
         Each batch has `num_samples` on this rank. With a mask, an epoch's last batch is filled up.
         """
-        self._tensors = {SAMPLE_ID: _Tensor("int64", num_samples, ())}
+        # Their dtypes and shapes; None is for the elements of a ragged field.
+        self._tensors: dict[str, tuple[str, tuple[int | None, ...]]] = {}
+        self._tensors[SAMPLE_ID] = "int64", (num_samples,)
         if has_mask:
-            self._tensors[MASK] = _Tensor("bool", num_samples, ())
+            self._tensors[MASK] = "bool", (num_samples,)
         for field in fields:
             num_rows = None if field.ragged else num_samples
-            self._tensors[field.name] = _Tensor(field.dtype, num_rows, tuple(field.shape))
+            self._tensors[field.name] = field.dtype, (num_rows, *field.shape)
             if field.ragged:
-                self._tensors[field.name + OFFSETS_SUFFIX] = _Tensor("int64", num_samples + 1, ())
+                self._tensors[field.name + OFFSETS_SUFFIX] = "int64", (num_samples + 1,)
         self.ragged = tuple(field.name for field in fields if field.ragged)
 
     def check(self, layout: pb.Layout) -> None:
@@ -132,14 +122,16 @@ class BatchTensors:
             )
 
     def _check_shape(self, tensor: pb.Tensor) -> None:
-        dtype, num_rows, row_shape = self._tensors[tensor.name]
+        dtype, wanted = self._tensors[tensor.name]
         shape = tuple(tensor.shape)
-        rows = shape[:1] if num_rows is None else (num_rows,)
-        if tensor.dtype != dtype or not shape or shape != (*rows, *row_shape):
-            wanted = ["*" if num_rows is None else num_rows, *row_shape]
+        fits = len(shape) == len(wanted) and all(
+            size in (None, num) for num, size in zip(shape, wanted, strict=True)
+        )
+        if tensor.dtype != dtype or not fits:
+            sizes = ", ".join("*" if each is None else str(each) for each in wanted)
             raise DaemonFault(
                 f"the daemon sent the tensor {tensor.name!r} as {tensor.dtype} {list(shape)}, "
-                f"but it is {dtype} [{', '.join(map(str, wanted))}] in this session"
+                f"but it is {dtype} [{sizes}] in this session"
             )
 
 

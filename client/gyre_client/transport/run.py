@@ -172,11 +172,7 @@ def _clear_abandoned(root: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Removes an abandoned folder of this user, unless it holds files of others.
-
-    Raises:
-        OSError: The folder is in use, or it cannot be opened.
-    """
+    """Removes an abandoned folder of this user, unless it holds files of others."""
     folder = os.open(path, _FOLDER_FLAGS)
     try:
         with os.scandir(folder) as entries:
@@ -338,12 +334,7 @@ class _Membership:
         return self._id
 
     def _join(self, path: Path) -> None:
-        """Takes the id from the file, or writes one.
-
-        Raises:
-            OSError: The file cannot be used.
-            DaemonUnavailable: It cannot be locked.
-        """
+        """Takes the id from the file, or writes one."""
         for other in path.parent.glob(f"{_PREFIX}{os.geteuid()}-*"):
             with contextlib.suppress(OSError):  # in use, or gone by now
                 _remove_unused(other)
@@ -379,11 +370,7 @@ _membership = _Membership()
 
 
 def _remove_unused(path: Path) -> None:
-    """Removes the file of a run without ranks.
-
-    Raises:
-        OSError: Ranks use it, or it is gone or another user's.
-    """
+    """Removes the file of a run without ranks."""
     file = os.open(path, os.O_RDWR | _FLAGS)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -227,11 +227,7 @@ class PrivateDaemon:
 
 
 class _StartFailed(DaemonUnavailable):
-    """A private daemon ended before it answered.
-
-    Attributes:
-        status: Its exit status; a negative signal number if it was killed.
-    """
+    """A private daemon ended before it answered."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(f"the private daemon ended with status {status}: {said}")
