@@ -24,10 +24,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Loader": "gyre_client.loader.loader",
-    "detections": "gyre_client.batches.batch",
-    "objects": "gyre_client.batches.batch",
-    "padded": "gyre_client.batches.batch",
-    "texts": "gyre_client.batches.batch",
+    **dict.fromkeys(("detections", "objects", "padded", "texts"), "gyre_client.batches.batch"),
 }
 
 

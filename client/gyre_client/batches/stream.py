@@ -275,7 +275,7 @@ class BatchStream(_Queue[Batch]):
             attachment.outbox.close()  # its thread ends the streams, and the receiver the session
             self._wait_for_end(attachment.sender)
         self._connection.close()  # ends all calls
-        self._wait_for_end(attachment and attachment.sender)
+        self._wait_for_end(None if attachment is None else attachment.sender)
         self._inbox.clear()
         self._inbox.append(DaemonFault(CLOSED))
 

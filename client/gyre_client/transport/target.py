@@ -180,15 +180,15 @@ class PrivateDaemon:
 
     def _start(self) -> None:
         """Starts a daemon that answers; a start that fails by chance is tried once more."""
-        try:
-            self._start_once()
-        except _StartFailed as failure:
-            if failure.status == BAD_CONFIGURATION:
-                raise
-            _log.warning("%s; starting it once more", failure)
-            self._start_once()
+        failure = self._start_once()
+        if failure and failure[0] != BAD_CONFIGURATION:
+            _log.warning("%s; starting it once more", failure[1])
+            failure = self._start_once()
+        if failure:
+            raise DaemonUnavailable(failure[1])
 
-    def _start_once(self) -> None:
+    def _start_once(self) -> tuple[int, str] | None:
+        """Returns the exit status and the words of a daemon that ended before it answered."""
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--embedded"]
         # It forks the daemon, and ends with status 0 when that answers.
         starter = subprocess.Popen(
@@ -213,8 +213,9 @@ class PrivateDaemon:
                     f"{self._said()}"
                 ) from None
             raise
-        if status or not self._find():
-            raise _StartFailed(status, self._said())
+        if status == 0 and self._find():
+            return None
+        return status, f"the private daemon ended with status {status}: {self._said()}"
 
     def _end_of_log(self, max_bytes: int) -> bytes:
         num_bytes = self._log.seek(0, os.SEEK_END)
@@ -224,14 +225,6 @@ class PrivateDaemon:
     def _said(self) -> str:
         said = self._end_of_log(MAX_QUOTED_BYTES).decode(errors="replace").strip()
         return f"{said} (its log is {self.log_path})" if said else "it said nothing"
-
-
-class _StartFailed(DaemonUnavailable):
-    """A private daemon ended before it answered."""
-
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(f"the private daemon ended with status {status}: {said}")
-        self.status = status
 
 
 class _SharedDaemon:
