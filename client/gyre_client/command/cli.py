@@ -115,16 +115,10 @@ def _target(args: argparse.Namespace) -> Target:
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--address",
-        action=OneAddress,
-        help="unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent",
-    )
-    common.add_argument(
-        "--daemon-user",
-        metavar="USER",
-        help="also trust the daemon of this user (GYRE_DAEMON_USER)",
-    )
+    about = "unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent"
+    common.add_argument("--address", action=OneAddress, help=about)
+    about = "also trust the daemon of this user (GYRE_DAEMON_USER)"
+    common.add_argument("--daemon-user", metavar="USER", help=about)
     common.add_argument("--json", action="store_true", help="print one JSON document")
     dataset = argparse.ArgumentParser(add_help=False, parents=[common])
     add_dataset_arguments(dataset)
@@ -150,41 +144,28 @@ def _parser() -> argparse.ArgumentParser:
 
     add(datasets, common, "datasets that a daemon serves by name")
     add_describe_arguments(add(describe, dataset, "fields, lengths and some samples of a dataset"))
-    add_index_arguments(
-        add(index, dataset, "build missing parts of a dataset's index, list changes")
-    )
+    about = "build missing parts of a dataset's index, list changes"
+    add_index_arguments(add(index, dataset, about))
     add_measure_arguments(add(measure, dataset, "measure transformed samples before the first job"))
-    add_engine_argument(
-        add(lint, dataset, "read every shard, check every sample, name corrupt or odd ones")
-    )
+    about = "read every shard, check every sample, name corrupt or odd ones"
+    add_engine_argument(add(lint, dataset, about))
+    about = "only problems, each with its remedy; exit 1 if there is one"
     command = add(status, common, "sessions, memory and storage of a daemon")
-    text = "only problems, each with its remedy; exit 1 if there is one"
-    command.add_argument("--check", action="store_true", help=text)
+    command.add_argument("--check", action="store_true", help=about)
     add(drain, common, "stop a daemon, as its operator: it sends the batches in flight and ends")
     live = add(top, common, "live throughput and bottleneck per session")
-    live.add_argument(
-        "--interval",
-        type=interval_s,
-        default=1.0,
-        metavar="S",
-        help="seconds between two looks (1)",
-    )
+    about = "seconds between two looks (1)"
+    live.add_argument("--interval", type=interval_s, default=1.0, metavar="S", help=about)
     live.add_argument("--once", action="store_true", help="one look, and end")
-    add_page_arguments(
-        add(
-            page,
-            argparse.ArgumentParser(add_help=False),
-            "show daemons, jobs and samples in a browser",
-        )
-    )
+    nothing = argparse.ArgumentParser(add_help=False)
+    add_page_arguments(add(page, nothing, "show daemons, jobs and samples in a browser"))
     add_plan_arguments(add(plan, shuffle, "samples of a step, or the cost of each order"))
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     about = "the samples behind steps of a run, for a loss that jumped"
     add_rewind_arguments(add(rewind, common, about))
     samples = add(cat, shuffle, "print the first samples of the shuffle")
     samples.add_argument("--num", type=int, default=3, help="how many (3)")
-    add_convert_arguments(
-        add(convert, dataset, "write a dataset again in another format, with that format's writer")
-    )
+    about = "write a dataset again in another format, with that format's writer"
+    add_convert_arguments(add(convert, dataset, about))
     add_bench_arguments(add(bench, shuffle, "compare with the DataLoader on the same data"))
     return parser

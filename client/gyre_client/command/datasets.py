@@ -198,11 +198,8 @@ _MEANINGS = {
 
 def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
-    parser.add_argument(
-        "--checksums",
-        action="store_true",
-        help="read all local shards now, so that a later touch of one is told from a change",
-    )
+    about = "read all local shards now, so that a later touch of one is told from a change"
+    parser.add_argument("--checksums", action="store_true", help=about)
     add_engine_argument(parser)
 
 
@@ -448,36 +445,23 @@ _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
-    target = parser.add_argument("target", metavar="FOLDER", type=Path, help="to make and to fill")
+    add = parser.add_argument
+    target = add("target", metavar="FOLDER", type=Path, help="to make and to fill")
     target.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    parser.add_argument(
-        "--to", choices=FORMATS, help="the format to write; the folder's name, if it is one of them"
+    about = "the format to write; the folder's name, if it is one of them"
+    add("--to", choices=FORMATS, help=about)
+    about = (
+        "a transform of each sample, such as `tokenize field=json key=text "
+        "tokenizer=/models/tokenizer.json`; repeatable"
     )
-    parser.add_argument(
-        "--transform",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("NAME", "KEY=VALUE"),
-        help="a transform of each sample, such as `tokenize field=json key=text "
-        "tokenizer=/models/tokenizer.json`; repeatable",
-    )
+    words = ("NAME", "KEY=VALUE")
+    add("--transform", action="append", nargs="+", default=[], metavar=words, help=about)
     add_transforms_argument(parser)
-    parser.add_argument(
-        "--column",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a field to write; repeatable; all if absent",
-    )
-    parser.add_argument("--dtype", default="", choices=_DTYPES, help="of the ids in token files")
-    parser.add_argument(
-        "--samples-per-shard",
-        type=int,
-        default=10_000,
-        metavar="N",
-        help="samples in a file (10000)",
-    )
+    about = "a field to write; repeatable; all if absent"
+    add("--column", action="append", default=[], metavar="NAME", help=about)
+    add("--dtype", default="", choices=_DTYPES, help="of the ids in token files")
+    about = "samples in a file (10000)"
+    add("--samples-per-shard", type=int, default=10_000, metavar="N", help=about)
     add_engine_argument(parser, _share_index)
 
 
@@ -566,12 +550,8 @@ nothing from a faster one."""
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
     parser.add_argument("--batch-size", type=int, default=256, help="samples per batch (256)")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=2.0,
-        help="how long each loader reads in each of two rounds (2)",
-    )
+    about = "how long each loader reads in each of two rounds (2)"
+    parser.add_argument("--seconds", type=float, default=2.0, help=about)
 
 
 def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:

@@ -47,25 +47,12 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_definition_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --format, --option and --pack."""
-    parser.add_argument(
-        "--format", help="of the data at a path or URI; found by the names of the files if absent"
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        type=option,
-        metavar="KEY=VALUE",
-        help="of the format; repeatable",
-    )
-    parser.add_argument(
-        "--pack",
-        action="append",
-        default=[],
-        type=option,
-        metavar="KEY=VALUE",
-        help="pack samples into sequences: field=NAME and length=TOKENS at least; repeatable",
-    )
+    add = parser.add_argument
+    add("--format", help="of the data at a path or URI; found by the names of the files if absent")
+    about = "of the format; repeatable"
+    add("--option", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
+    about = "pack samples into sequences: field=NAME and length=TOKENS at least; repeatable"
+    add("--pack", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
 
 
 def dataset_of(args: argparse.Namespace) -> pb.DatasetRef:
@@ -201,12 +188,9 @@ def add_engine_argument(
 
     `prepare` is called before a daemon is started, unless the engine is `local`.
     """
-    parser.add_argument(
-        "--engine",
-        default=LOCAL,
-        metavar="local|ray|ray://HOST:PORT",
-        help="who does the work: the daemon here, or tasks of Ray, on this machine or a cluster",
-    )
+    about = "who does the work: the daemon here, or tasks of Ray, on this machine or a cluster"
+    names = "local|ray|ray://HOST:PORT"
+    parser.add_argument("--engine", default=LOCAL, metavar=names, help=about)
 
     def check(args: argparse.Namespace) -> None:
         if args.engine != LOCAL:

@@ -149,14 +149,9 @@ class UnitFolder:
 
     def __exit__(self, *exception: object) -> None:
         """Leave the results, if there are any."""
-        if not self.num_done:
+        if not self.results():
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-
-    @property
-    def num_done(self) -> int:
-        """How many units have a result."""
-        return len(self.results())
 
     def results(self) -> dict[int, Result]:
         """Returns the results so far, by the numbers of their units."""
