@@ -101,7 +101,9 @@ def contenders_of(data_format: str) -> tuple[list[Contender], list[str]]:
     """Returns Gyre and its opponents, and the packages that further ones would need."""
     kinds, _ = _KINDS.get(data_format, ((), ""))
     missing = {
-        package for kind in kinds if (package := _PACKAGES.get(kind)) and not _installed(package)
+        package
+        for kind in kinds
+        if (package := _PACKAGES.get(kind)) and importlib.util.find_spec(package) is None
     }
     found = [Contender(_LABELS[GYRE], GYRE)]
     for kind in kinds:
@@ -109,10 +111,6 @@ def contenders_of(data_format: str) -> tuple[list[Contender], list[str]]:
             found.append(Contender(f"{_LABELS[kind]}, in process", kind))
             found.append(Contender(f"{_LABELS[kind]}, 2 workers", kind, 2))
     return found, sorted(missing)
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def find_files(description: pb.DatasetDescription) -> list[Path]:

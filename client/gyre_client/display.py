@@ -141,13 +141,14 @@ def facts_of(description: pb.DatasetDescription, *, is_path: bool) -> list[tuple
     """Returns names and values of a dataset, for the head of a text or page."""
     least, greatest = description.least_shard_bytes, description.greatest_shard_bytes
     sizes = f": {size(least)} to {size(greatest)}" if description.num_shards > 1 else ""
-    packing = description.packing
+    number, packing = description.num_left_out, description.packing
+    left_out = f"; the filter leaves {number:,} out" if number else ""
     packed = [("packed", _packed(packing))] if description.HasField("packing") else []
     return [
         ("name", "-" if is_path else description.name),
         ("format", description.format),
         ("uri", description.uri),
-        ("samples", f"{description.num_samples:,}{_left_out(description)}"),
+        ("samples", f"{description.num_samples:,}{left_out}"),
         ("shards", f"{description.num_shards:,}{sizes}"),
         ("size", size(description.num_bytes)),
         ("fingerprint", description.fingerprint),
@@ -178,11 +179,6 @@ def _packed(packing: pb.Packing) -> str:
     if packing.num_empty:
         parts.append(f"{packing.num_empty:,} empty ones left out")
     return "; ".join(parts)
-
-
-def _left_out(description: pb.DatasetDescription) -> str:
-    number = description.num_left_out
-    return f"; the filter leaves {number:,} out" if number else ""
 
 
 def _shape(field: pb.Field) -> str:

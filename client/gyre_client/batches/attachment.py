@@ -258,9 +258,11 @@ class Outbox:
             credit, unmapped = self._take_queued(consumed)
             on_wake()
             num_taken, silent_s = consumed.num_taken, time.monotonic() - sent_at_s
-            until, told = self._until(consumed), self._read_until
-            left, wanted = told - consumed.next_batch, until - consumed.next_batch
-            moves_bound = until < told or 2 * left < wanted
+            next_batch, told = consumed.next_batch, self._read_until
+            until = self._read_ahead.until(
+                time.monotonic(), next_batch, consumed.waited_s, consumed.stop
+            )
+            moves_bound = until < told or 2 * (told - next_batch) < until - next_batch
             has_news = credit.ByteSize() or unmapped or moves_bound
             is_due = silent_s >= (REPORT_S if num_taken != num_reported else heartbeat_s)
             if not (has_news or is_due) or self.is_closed:
@@ -283,11 +285,6 @@ class Outbox:
                 request.heartbeat.SetInParent()
                 yield request
         on_wake()
-
-    def _until(self, consumed: Consumed) -> int:
-        """Returns the first batch that the daemon need not read yet."""
-        now_s = time.monotonic()
-        return self._read_ahead.until(now_s, consumed.next_batch, consumed.waited_s, consumed.stop)
 
     def _take_queued(self, consumed: Consumed) -> tuple[pb.Credit, list[int]]:
         """Returns all that waits, as one message."""

@@ -102,7 +102,14 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         more.append(f"\nlengths of {num_more:,} more fields: --json has them")
     for sample in samples:
         more += sample_text(sample, f"sample {sample.sample_id}")
-    value = plain(description) | {"samples": [_to_plain(each) for each in samples]}
+    shown = [
+        {
+            "sample_id": each.sample_id,
+            "fields": {name: words_of(value) for name, value in each.values.items()},
+        }
+        for each in samples
+    ]
+    value = plain(description) | {"samples": shown}
     return CommandOutput(value, text, more=more)
 
 
@@ -128,13 +135,6 @@ def sample_text(sample: Sample, head: str, decode: Decode | None = None) -> list
             except NotInstalled as error:
                 parts.append(f"  ({error})")
     return parts
-
-
-def _to_plain(sample: Sample) -> dict[str, Any]:
-    return {
-        "sample_id": sample.sample_id,
-        "fields": {name: words_of(value) for name, value in sample.values.items()},
-    }
 
 
 def cat(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -374,7 +374,7 @@ def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "num_decoded": found.num_decoded,
         "not_decoded": dict(found.not_decoded),
         "num_findings": num_found,
-        "findings": [_finding_to_plain(each) for each in findings],
+        "findings": [{**plain(each), "kind": _kind_of(each)} for each in findings],
     }
     return CommandOutput(
         value, _lint_text(found, findings, num_found), status=1 if num_found else 0
@@ -397,10 +397,6 @@ def _unfit(connection: Connection, dataset: pb.DatasetRef) -> Iterator[pb.LintFi
 
 def _kind_of(finding: pb.LintFinding) -> str:
     return _KINDS.get(finding.kind, "corrupt")
-
-
-def _finding_to_plain(finding: pb.LintFinding) -> dict[str, Any]:
-    return {**plain(finding), "kind": _kind_of(finding)}
 
 
 def _media(last: pb.LintProgress) -> str:

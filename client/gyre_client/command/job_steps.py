@@ -483,9 +483,10 @@ def _timing(timing: pb.BatchTiming, num_columns: int | None) -> str:
     if timing.stop_step - timing.first_step > 1:
         steps = f"steps {timing.first_step} to {timing.stop_step - 1}, which were read together,"
     awaited = "; the trainer waited for it" if timing.awaited else "; no trainer waited for it"
+    # another user's has no name here
+    job = f"job {printable(timing.job)}" if timing.job else "a job of another user that shared it"
     head = (
-        f"{steps} of {_job(timing)}, rank {timing.rank} of {timing.world_size}, "
-        f"{duration(timing.ago_s)} ago"
+        f"{steps} of {job}, rank {timing.rank} of {timing.world_size}, {duration(timing.ago_s)} ago"
     )
     pairs: list[tuple[str, object]] = [
         ("took", f"{_ms(timing.total_s)}{awaited}"),
@@ -500,11 +501,6 @@ def _timing(timing: pb.BatchTiming, num_columns: int | None) -> str:
     if timing.error:
         pairs.append(("failed", timing.error))
     return f"{head}\n{facts(pairs, num_columns)}"
-
-
-def _job(timing: pb.BatchTiming) -> str:
-    """Returns the job; another user's has no name here."""
-    return f"job {printable(timing.job)}" if timing.job else "a job of another user that shared it"
 
 
 def _requests(timing: pb.BatchTiming) -> str:

@@ -346,7 +346,10 @@ def live_terminal(output: IO[str]) -> Iterator[LiveTerminal]:
         output.write(_ENTER)
         output.flush()
         if keys is not None:
-            _read_single_keys(keys)
+            tty.setcbreak(keys, termios.TCSADRAIN)
+            attributes: list[Any] = termios.tcgetattr(keys)
+            attributes[6][termios.VSUSP] = _NO_CHARACTER
+            termios.tcsetattr(keys, termios.TCSADRAIN, attributes)
         yield LiveTerminal(output, keys)
     finally:
         if keys is not None and before is not None:
@@ -354,13 +357,6 @@ def live_terminal(output: IO[str]) -> Iterator[LiveTerminal]:
         output.write(_LEAVE)
         output.flush()
         signal.signal(signal.SIGTERM, previous_handler)
-
-
-def _read_single_keys(keys: int) -> None:
-    tty.setcbreak(keys, termios.TCSADRAIN)
-    attributes: list[Any] = termios.tcgetattr(keys)
-    attributes[6][termios.VSUSP] = _NO_CHARACTER
-    termios.tcsetattr(keys, termios.TCSADRAIN, attributes)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

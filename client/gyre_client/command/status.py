@@ -100,7 +100,7 @@ _COLUMNS = (
     _Column("STARVED", 5, _rate(lambda rates: f"{rates.starved:.0%}")),
     _Column("STEP", 7, lambda row: str(row.session.resume_step)),
     _Column("MEMORY", 9, lambda row: size(row.session.memory_bytes)),
-    _Column("BY", 10, lambda row: _transport(row.session)),
+    _Column("BY", 10, lambda row: _TRANSPORTS.get(row.session.transport, _UNKNOWN)),
 )
 _MORE_COLUMNS = (
     _Column("USER", 0, lambda row: row.session.user),
@@ -300,10 +300,6 @@ def _bar(occupancy: float | None) -> str:
         return _UNKNOWN
     num_full = round(occupancy * _BAR_CELLS)
     return f"{'#' * num_full}{'.' * (_BAR_CELLS - num_full)} {occupancy:4.0%}"
-
-
-def _transport(session: pb.SessionState) -> str:
-    return _TRANSPORTS.get(session.transport, _UNKNOWN)
 
 
 _TIMEOUT_S = 2.0  # of one call; a screen that hangs for longer looks dead

@@ -259,10 +259,9 @@ def _num_local_of_mesh(mesh: DeviceMesh, data_dims: Sequence[str]) -> int:
 
 
 def _default_peer(world_size: int) -> int | None:
-    """The number that tells this process from others with the same rank.
+    """The number that tells this process from others with the same rank, also after a restart.
 
-    It is its rank among all launched processes, which stays the same after a restart; without a
-    launcher, the number of the process. None where each process has a separate rank.
+    None where each process has a separate rank.
     """
     place = launched()
     if place is None:
@@ -433,7 +432,9 @@ class SequenceCut:
                 "tokens. Rename that field or drop it"
             )
         self.names = tuple(
-            name for name, field in fields.items() if _is_per_token(field, self.length)
+            name
+            for name, field in fields.items()
+            if not field.ragged and list(field.shape) == [self.length]
         )
         size = self.length // num_chunks
         chunks = (cp_rank,) if num_chunks == cp_size else (cp_rank, num_chunks - 1 - cp_rank)
@@ -548,7 +549,3 @@ def _length(field: pb.Field) -> int:
             "pack=, or cut and fill them with the transform crop_or_pad"
         )
     return field.shape[0]
-
-
-def _is_per_token(field: pb.Field, length: int) -> bool:
-    return not field.ragged and list(field.shape) == [length]

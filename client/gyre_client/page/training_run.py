@@ -293,7 +293,9 @@ class RunFiles:
                 a run's files must not choose which code runs here, nor where credentials go.
         """
         taken = {key: value for key, value in self.options.items() if key not in given}
-        if _names_code(taken.get("transforms")):
+        found = taken.get("transforms")
+        tables = found if isinstance(found, list) else []
+        if any(":" in str(each.get("name", "")) for each in tables if isinstance(each, dict)):
             raise InvalidRequest(
                 f"{path} has transforms of the form MODULE:CLASS, and a run's files run no code: "
                 "give them again, with --transforms FILE"
@@ -313,11 +315,6 @@ class RunFiles:
         lines = "".join(f"{sample_id}\n" for sample_id in sample_ids)
         digest: str = hashlib.sha256(lines.encode()).hexdigest()
         return bool(digest[:16] == self.history[step].get("sample_ids"))
-
-
-def _names_code(transforms: object) -> bool:
-    tables = transforms if isinstance(transforms, list) else []
-    return any(":" in str(each.get("name", "")) for each in tables if isinstance(each, dict))
 
 
 def read_run(path: Path) -> RunFiles:

@@ -72,7 +72,10 @@ class PrivateFolder:
             DaemonUnavailable: Another user's folder is in its place, or it cannot be locked.
         """
         root = temporary_folder()
-        _clear_abandoned(root)
+        for path in root.glob(f"{_FOLDER_PREFIX}*"):
+            # The folder belongs to another user, is in use, or has just gone.
+            with contextlib.suppress(OSError):
+                _clear(path)
         self.path = root / f"{_FOLDER_PREFIX}{name}"
         self._descriptor = -1
         while self._descriptor < 0:
@@ -162,13 +165,6 @@ def _share(path: Path) -> int:
         raise
     os.close(folder)
     return -1
-
-
-def _clear_abandoned(root: Path) -> None:
-    for path in root.glob(f"{_FOLDER_PREFIX}*"):
-        # The folder belongs to another user, is in use, or has just gone.
-        with contextlib.suppress(OSError):
-            _clear(path)
 
 
 def _clear(path: Path) -> None:
