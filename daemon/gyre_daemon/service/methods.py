@@ -24,9 +24,8 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.service import replies, requests
 from gyre_daemon.service.guard import Callers, Context, audited_refusals
-from gyre_daemon.service.planning import StepQuestions
 from gyre_daemon.service.replies import Checkup
-from gyre_daemon.service.resolver import IndexService, LongCalls, SessionOpener
+from gyre_daemon.service.resolver import LongCalls, Resolver
 from gyre_daemon.sessions.session import LeftArenas, Sent, Session
 from gyre_daemon.sessions.table import SessionTable, spreads_of, take_census
 from gyre_daemon.storage.location import parse_location, shown_uri
@@ -182,14 +181,12 @@ class LoaderService(pb_grpc.LoaderServicer):
         self._callers = callers
         self._policy = policy
         self._copy_workers = copy_workers
-        self._opener = SessionOpener(
+        self._opener = Resolver(
             catalog, sessions, policy, transforms, measurer, config.prefetch_batches
         )
         self._long_calls = LongCalls(_MAX_LONG_CALLS, "index or check")
         self._range_calls = LongCalls(_MAX_RANGE_CALLS, "read parts of", policy.is_admin)
         self._threads = measurer.threads
-        self._indexes = IndexService(catalog, self._opener, self._long_calls, self._range_calls)
-        self._steps = StepQuestions(catalog, self._opener, sessions, policy)
         self._checkup = Checkup(config, sessions)
         self._drain = drain
         self._started = time.monotonic()
@@ -223,7 +220,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
             histograms = partial(length_histograms, dataset.sized, dataset.served)
-            lengths = await self._opener.compute(caller, histograms)
+            lengths = await self._sessions.compute(caller.name, histograms)
         return replies.from_dataset(dataset, lengths)
 
     async def IndexDataset(
@@ -231,7 +228,8 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
         caller = self._callers.identify(context)
-        async with contextlib.aclosing(self._indexes.index(caller, request)) as indexing:
+        calls = self._range_calls if request.HasField("shards") else self._long_calls
+        async with contextlib.aclosing(self._opener.index(caller, request, calls)) as indexing:
             async for progress in indexing:
                 yield progress
 
@@ -273,13 +271,13 @@ class LoaderService(pb_grpc.LoaderServicer):
 
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
-        return await self._steps.plan_step(self._callers.identify(context), request)
+        return await self._opener.plan_step(self._callers.identify(context), request)
 
     async def LocateStep(
         self, request: pb.LocateStepRequest, context: Context
     ) -> pb.LocateStepResponse:
         """Find where the samples of one step of a job are stored."""
-        return await self._steps.locate_step(self._callers.identify(context), request)
+        return await self._opener.locate_step(self._callers.identify(context), request)
 
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
         """Estimate the cost of each order."""
@@ -292,14 +290,14 @@ class LoaderService(pb_grpc.LoaderServicer):
             )
         question = requests.to_cost_question(request, dataset)
         estimate = partial(estimate_costs, dataset.index, question)
-        report = await self._opener.compute(caller, estimate)
+        report = await self._sessions.compute(caller.name, estimate)
         return replies.from_cost_report(report, question, dataset)
 
     async def PlanMixture(
         self, request: pb.PlanMixtureRequest, context: Context
     ) -> pb.PlanMixtureResponse:
         """Count the samples of each source of a mixture."""
-        return await self._steps.plan_mixture(self._callers.identify(context), request)
+        return await self._opener.plan_mixture(self._callers.identify(context), request)
 
     async def ChangeWeights(self, request: bytes, context: Context) -> bytes:
         """Refuse a call of earlier clients, and say how weights change now."""
