@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre_client.transport.channel import TOKEN_KEY, CredentialFiles, Identity, parse_address
 
 
@@ -40,3 +41,12 @@ def identified_channel(address: str) -> Iterator[grpc.Channel]:
     identity = Identity(parse_address(address), CredentialFiles())
     with contextlib.closing(identity), grpc.insecure_channel(address) as channel:
         yield grpc.intercept_channel(channel, _Identified(identity))
+
+
+def is_serving(address: str) -> bool:
+    """What a daemon's health service says, at `unix:PATH` or `tcp:HOST:PORT`."""
+    with grpc.insecure_channel(address.removeprefix("tcp:")) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=120, wait_for_ready=True
+        )
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -306,7 +306,7 @@ def interpreter() -> Iterator[Interpreter]:
 
 @pytest.fixture
 def gyred_command(interpreter: Interpreter) -> GyredCommand:
-    """`gyred_command("health", "--address", address)` runs `gyred` to its end.
+    """`gyred_command("check-config", "--config", path)` runs `gyred` to its end.
 
     It is forked from the interpreter. `environment` adds variables.
     """

@@ -1,12 +1,13 @@
-"""`gyred`: serve, check a configuration, ask for a daemon's health."""
+"""`gyred`: serve, or check a configuration."""
 
 import argparse
 import contextlib
+import errno
 import gc
 import logging
 import os
+import stat
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import uvloop
-from gyre_protos.text import counted, printable
+from gyre_protos.text import printable
 
-from gyre_daemon import __version__, health
+from gyre_daemon import __version__
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Policy, check_patterns, unmatched
 from gyre_daemon.config import (
@@ -29,14 +30,8 @@ from gyre_daemon.config import (
     rendered,
 )
 from gyre_daemon.config.schema import check_memory_budget, memory_limit_bytes
-from gyre_daemon.dataset_parts import (
-    check_folders,
-    check_transforms,
-    missing_datasets,
-    open_datasets,
-)
 from gyre_daemon.datasets.known_formats import check_keys_of_any, make_format
-from gyre_daemon.errors import ConfigError, GyreError
+from gyre_daemon.errors import ConfigError, GyreError, StorageUnavailable
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.runtime.limits import (
     DescriptorShares,
@@ -48,8 +43,11 @@ from gyre_daemon.runtime.listen import (
     parse_address,
     parse_http_address,
 )
-from gyre_daemon.server import PrivateFolder, serve
+from gyre_daemon.server import PrivateFolder, check_folders, serve
+from gyre_daemon.storage.beneath import NotRegular, file_error
 from gyre_daemon.storage.location import ARCHIVES, parse_location, redact
+from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.transforms.recipes import to_steps
 from gyre_daemon.workers.copy_workers import CopyWorkers
 
 # New objects before a pass of the garbage collector, then passes before one of an older
@@ -108,12 +106,6 @@ def _parser(*, with_completion: bool = True) -> argparse.ArgumentParser:
     command = add("check-config", text)
     command.set_defaults(run=_check_config)
     _add_config_flags(command)
-    text = "open every dataset as the daemon would; exit 1 if one of them cannot be opened"
-    command.add_argument("--open", action="store_true", help=text)
-
-    command = add("health", health.ABOUT)  # `gyre_daemon.command` runs it without this module
-    command.set_defaults(run=health.run)
-    health.add_arguments(command)
     return parser
 
 
@@ -146,7 +138,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     parse_http_address("health_listen", config.health_listen)
     Policy(config)
     check_patterns(config)
-    check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))
+    _check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))
     for name, dataset in config.datasets.items():
         if dataset.mixture:  # it has no shards
             continue
@@ -265,31 +257,67 @@ def _check_config(parsed: argparse.Namespace) -> int:
     print(rendered(effective, redact))
     for text in effective.warnings:
         print(f"gyred: warning: {text}", file=sys.stderr)
-    missing = uvloop.run(missing_datasets(effective.config))
-    if parsed.open:
-        return _open_datasets(effective.config, missing)
-    for name, error in missing.items():
+    for name, error in uvloop.run(_missing_datasets(effective.config)).items():
         text = f"gyred: warning: dataset `{name}` cannot be served now: {error}"
         print(printable(text), file=sys.stderr)
     return 0
 
 
-def _open_datasets(config: DaemonConfig, missing: Mapping[str, GyreError]) -> int:
-    start_log("warning", config.log_format)
-    raise_descriptor_limit()
-    status = 0
-    print()
-    opening = open_datasets(config, _index_dir(config), missing)
-    for name, opened in uvloop.run(opening).items():
-        if isinstance(opened, Exception):
-            text = f"gyred: dataset `{name}` cannot be opened: {opened}"
-            print(printable(text), file=sys.stderr)
-            status = 1
-        else:
-            num_shards = len(opened.storage.shards)
-            opened_as = f"{counted(opened.num_samples, 'sample')} in {counted(num_shards, 'shard')}"
-            print(printable(f"# dataset `{name}` opens: {opened_as}"))
-    return status
+def _check_transforms(config: DaemonConfig, *, is_private: bool) -> None:
+    """Refuse definitions of datasets whose transforms this daemon does not have.
+
+    Their options are checked when a job opens the dataset.
+
+    Raises:
+        ConfigError: names the dataset and the transform.
+    """
+    for name, dataset in config.datasets.items():
+        try:
+            to_steps(
+                dataset.transforms,
+                config.installed_transforms,
+                allow_modules=is_private,
+                allow_files=True,  # the operator names them
+            )
+        except GyreError as error:
+            raise ConfigError(f"datasets.{name}: {error}") from error
+
+
+async def _missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:
+    """Why local datasets cannot be served, by name; lists and opens nothing.
+
+    A file or folder is missing, may not be read, or is on a mount that hangs.
+    """
+    missing: dict[str, GyreError] = {}
+    for name, dataset in sorted(config.datasets.items()):
+        if dataset.mixture:  # its sources are looked for by themselves
+            continue
+        location = parse_location(dataset.uri)
+        if location.scheme != "file":
+            continue
+        try:
+            for path in location.paths:
+                await MOUNTS.answered(path, _look_for, path)
+        except TimeoutError as error:
+            missing[name] = StorageUnavailable(f"{error.strerror}. Restore its server.")
+        except GyreError as error:
+            missing[name] = error
+    return missing
+
+
+def _look_for(path: str) -> None:
+    """Raise the error of a missing or unreadable path; patterns are not tried."""
+    try:
+        mode = Path(path).stat().st_mode  # opening a device may do something
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise NotRegular
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileNotFoundError as error:
+        if not any(letter in path for letter in "*?["):
+            raise file_error(path, error) from error
+    except OSError as error:
+        raise file_error(path, error) from error
 
 
 def _index_dir(config: DaemonConfig, socket_dir: Path | None = None) -> Path:

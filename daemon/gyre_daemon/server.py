@@ -1,17 +1,28 @@
-"""One daemon process from start to end: it claims its addresses, serves, drains and cleans up.
+"""One daemon process from start to end: claims its addresses, serves, reloads, drains, cleans up.
 
 A clean-up of a folder may remove the sockets of a daemon that still runs.
+
+On SIGHUP, a `Reloader` takes over datasets, operators, job weights and limits of the configuration.
+The sessions of a user who may no longer read their dataset end. A file without any dataset is
+refused where some are served: it may be half-written. A configuration of thousands of datasets
+takes seconds to read, check and compare, and the names of users may come from a server that does
+not answer. So all that happens in a thread.
 """
 
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import shutil
 import signal
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -21,10 +32,15 @@ from msgspec import Struct
 
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Limits, Policy
-from gyre_daemon.config import DaemonConfig
+from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
 from gyre_daemon.config.schema import memory_limit_bytes
-from gyre_daemon.dataset_parts import DatasetParts, Reloader, check_folders
-from gyre_daemon.errors import ConfigError
+from gyre_daemon.datasets.checks import CorruptReports
+from gyre_daemon.datasets.indexing.catalog import Catalog
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
+from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.errors import ConfigError, InvalidInput, NotAllowed
+from gyre_daemon.fetching.columns import Measurer
+from gyre_daemon.fetching.transformed import keep_records
 from gyre_daemon.memory.arenas import ArenaRegistry, Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.monitoring.http_ports import HttpPort, Probes
@@ -32,13 +48,15 @@ from gyre_daemon.monitoring.metrics import OTHERS, Census, LoopLag, Metrics, Mou
 from gyre_daemon.runtime.events import log_event, notify, ping_watchdog
 from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
 from gyre_daemon.runtime.listen import (
+    NotOurs,
     SocketClaim,
     TcpAddress,
     UnixAddress,
+    check_folder,
     parse_address,
     parse_http_address,
 )
-from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
+from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor, in_thread
 from gyre_daemon.service.guard import (
     SERVER_OPTIONS,
     Authenticator,
@@ -52,7 +70,11 @@ from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable, take_census
 from gyre_daemon.storage.cache.blocks import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.sources.opener import StorageOpener
+from gyre_daemon.transforms.declared import Transforms, TransformWorkers
+from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_daemon.workers.copy_workers import CopyWorkers
 from gyre_daemon.workers.supervisor import start_spawner
 
@@ -165,6 +187,67 @@ _LAST_GRACE_S = 1.0
 # How often connections are looked at: some microseconds for each descriptor. An attacker has so
 # long to open more of them than it may have.
 _LOOK_EVERY_S = 1.0
+
+
+class DatasetParts:
+    """The parts of a daemon that open datasets; they own the cache, too."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        fallback_index_dir: Path,
+        workers: FairExecutor,
+        metrics: Metrics,
+        cache: NodeCache | None,
+        copy_workers: CopyWorkers,
+        *,
+        is_private: bool,
+    ) -> None:
+        """Make them; a private daemon lets clients define datasets and transforms."""
+        terms = EndpointOptions(
+            config.max_requests,
+            config.read_deadline_s,
+            config.hedge,
+            config.hub_requests_per_s,
+            config.mount_threads,
+        )
+        self._cache = cache
+        self._opener = StorageOpener(workers, terms, metrics, copy_workers)
+        self._compute_server = ComputeServer()
+        sidecars = SidecarStore(config.index_dir, fallback_index_dir)
+        own_folder = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
+        unpack_dir = Path(config.unpack_dir or own_folder / "unpacked")
+        reports = CorruptReports(Path(config.report_dir or own_folder / "reports"))
+        self.catalog = Catalog(
+            config.datasets,
+            self._opener,
+            sidecars,
+            cache,
+            allow_ad_hoc=is_private,
+            compute_server=self._compute_server,
+            unpacked=UnpackedShards(unpack_dir, config.unpack_disk),
+            reports=reports,
+        )
+        num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
+        self.transforms = Transforms(
+            TransformWorkers(
+                self._compute_server, num_workers, config.transform_deadline_s, metrics.transforms
+            ),
+            config.installed_transforms,
+            partial(keep_records, cache, workers) if cache else None,
+            allow_modules=is_private,
+        )
+        self.measurer = Measurer(sidecars, workers, reports)
+
+    async def close(self) -> None:
+        """End their processes and requests, and close their files."""
+        self.catalog.close()
+        self.measurer.close()
+        self.transforms.close()
+        self._compute_server.close()
+        self._opener.close()
+        if self._cache:
+            await self._cache.close()
 
 
 class PrivateFolder(Struct, frozen=True):
@@ -286,7 +369,7 @@ class _Daemon:
         self._private = private
         self._listeners = listeners
         cache = _make_cache(config, workers, disk, metrics)
-        self._parts = DatasetParts.of(
+        self._parts = DatasetParts(
             config,
             fallback_index_dir,
             workers,
@@ -489,6 +572,25 @@ class _Daemon:
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
 
 
+async def check_folders(config: DaemonConfig) -> None:
+    """Refuse folders that others control; missing ones are made when they are needed.
+
+    One on a mount that hangs is passed over.
+
+    Raises:
+        ConfigError: names the folder's key, and the fix.
+    """
+    named = {key: getattr(config, key) for key in ("cache_dir", "index_dir", "unpack_dir")}
+    for key, text in named.items():
+        try:
+            if text:
+                await MOUNTS.answered(text, check_folder, Path(text))
+        except NotOurs as error:
+            raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
+        except OSError:
+            continue  # unusable folders are told when they are needed
+
+
 async def _open_disk_cache(config: DaemonConfig) -> DiskCache | None:
     """See `open_disk_cache`; the daemon works without a folder whose mount hangs, too."""
     if not (config.cache_memory and config.cache_dir and config.cache_disk):
@@ -512,3 +614,159 @@ def _make_cache(
     if disk:  # a disk that hangs holds up only its own files
         disk_workers = FairExecutor(MOUNTS.at(disk.folder).readers, config.num_io_threads)
     return NodeCache(config.cache_memory, disk, workers, metrics.cache, disk_workers=disk_workers)
+
+
+# Sessions checked at once after a reload: some microseconds each.
+_CHECKED_AT_ONCE = 200
+
+
+class _Reading(Struct, frozen=True):
+    """A configuration that was read, its changes, and its rules."""
+
+    config: DaemonConfig
+    policy: Policy
+    added: list[str]
+    removed: list[str]
+    changed: list[str]
+    reweighed: list[str]
+    need_restart: list[str]
+
+    @classmethod
+    def of(cls, reread: Callable[[], DaemonConfig], running: DaemonConfig) -> "_Reading":
+        """Read the configuration and compare it with the one in force.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        wanted = reread()
+        return cls(
+            wanted,
+            Policy(wanted),
+            *_differences(running.datasets, wanted.datasets),
+            sorted(itertools.chain(*_differences(running.job_weights, wanted.job_weights))),
+            [
+                key
+                for key in (*SCALAR_KEYS, "tokens")
+                if key != "admin" and getattr(running, key) != getattr(wanted, key)
+            ],
+        )
+
+
+class Reloader:
+    """Reads the configuration again when it is asked to, and applies it."""
+
+    def __init__(
+        self,
+        running: DaemonConfig,
+        reread: Callable[[], DaemonConfig],
+        catalog: Catalog,
+        sessions: SessionTable,
+        policy: Policy,
+    ) -> None:
+        """Keep the objects that a reload needs.
+
+        Args:
+            running: the configuration in force.
+            reread: reads and checks the file; raises ConfigError where it cannot be used.
+            catalog: gets the datasets.
+            sessions: get the job weights, and end where their owner lost access.
+            policy: gets the rules.
+        """
+        self._running = running
+        self._reread = reread
+        self._catalog = catalog
+        self._sessions = sessions
+        self._policy = policy
+        self._asked = asyncio.Event()
+
+    def ask(self) -> None:
+        """Have the file read; once more if it is being read now."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Reload after each `ask`, without end."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Read the file and apply it; log the result and tell the service manager."""
+        notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        metrics = self._sessions.resources.metrics
+        try:
+            await self._apply(await self._reading())
+        except InvalidInput as error:
+            metrics.is_reload_good = False
+            facts = {"reason": error, "kept": sorted(self._running.datasets)}
+            log_event("reload refused", facts, logging.WARNING)
+        else:
+            metrics.is_reload_good = True
+        metrics.reloaded_at = time.time()
+        notify("READY=1")
+
+    async def _reading(self) -> _Reading:
+        """The configuration as it is now.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        reading = await in_thread(partial(_Reading.of, self._reread, self._running), "gyre-reload")
+        if self._running.datasets and not reading.config.datasets:
+            raise ConfigError(
+                "the file has no dataset at all, as if it was empty or half-written; "
+                "to serve none, restart the daemon instead of reloading it"
+            )
+        return reading
+
+    async def _apply(self, reading: _Reading) -> None:
+        """Replace datasets, rules and weights; open sessions keep the dataset that they read."""
+        running, wanted = self._running, reading.config
+        others = {*reading.removed, *reading.changed}
+        replaced = Counter(
+            name for session in self._sessions if (name := session.request.dataset.name) in others
+        )
+        facts = {
+            "added": reading.added,
+            "removed": reading.removed,
+            "changed": reading.changed,
+            "reweighed": reading.reweighed,
+            "limits_changed": running.limits != wanted.limits,
+            "need_restart": reading.need_restart,
+            "sessions_on_replaced": dict(replaced),
+        }
+        log_event("reloaded", facts)
+        self._catalog.replace(wanted.datasets)
+        self._sessions.reweigh(wanted.job_weights)
+        self._policy.take_over(reading.policy)
+        self._sessions.resources.limits.replace(wanted.limits)
+        self._running = replace(
+            running,
+            datasets=wanted.datasets,
+            job_weights=wanted.job_weights,
+            admin=wanted.admin,
+            limits=wanted.limits,
+        )
+        await self._end_sessions_without_access()
+
+    async def _end_sessions_without_access(self) -> None:
+        for number, session in enumerate(list(self._sessions), 1):
+            request = session.request
+            try:
+                self._policy.check_session(request.owner, request.dataset.name, request.reader.job)
+            except NotAllowed as reason:
+                self._sessions.close(session.session_id, reason)
+            if number % _CHECKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+
+def _differences(
+    before: Mapping[str, object], after: Mapping[str, object]
+) -> tuple[list[str], list[str], list[str]]:
+    """The keys that were added, removed and changed."""
+    changed = (key for key in before.keys() & after.keys() if before[key] != after[key])
+    return (
+        sorted(after.keys() - before.keys()),
+        sorted(before.keys() - after.keys()),
+        sorted(changed),
+    )

@@ -432,11 +432,11 @@ class Resolver(DatasetOpener):
         )
         if max(request.step, request.batch) > _MAX_STEP:
             raise InvalidRequest("only steps up to 2**40 are looked at")
-        sources = [*self._sources(name, config, dataset.stored, "", 0)]
+        sources = [*self._with_shards(name, config, dataset.stored, "", 0)]
         work = partial(_located, dataset, cursor, request, sources)
         return await self._sessions.compute(caller.name, work)
 
-    def _sources(
+    def _with_shards(
         self, name: str, config: DatasetConfig, dataset: Dataset, prefix: str, first_id: int
     ) -> Iterator[Source]:
         """The datasets with shards of their own, in the order of a mixture's ids."""
@@ -448,7 +448,7 @@ class Resolver(DatasetOpener):
             assert source  # the mixture is open
             path = f"{prefix}/{each}" if prefix else each
             its = self._catalog.datasets[each]
-            yield from self._sources(each, its, source.stored, path, first_id)
+            yield from self._with_shards(each, its, source.stored, path, first_id)
             first_id += source.index.num_samples
 
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:

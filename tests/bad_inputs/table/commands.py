@@ -79,12 +79,6 @@ GYRED: dict[str, tuple[list[str], str, str]] = {
     "a config that is a folder": (["check-config", "--config", "{folder}"], "2", "cannot read"),
     "embedded alone": (["serve", "--embedded"], "2", "go together"),
     "socket-dir alone": (["serve", "--socket-dir", "{folder}"], "2", "go together"),
-    "health of nonsense": (["health", "--address", "here"], "2", "here"),
-    "health of nobody": (
-        ["health", "--address", "unix:{folder}/none.sock"],
-        "1",
-        "no daemon answers",
-    ),
 }
 TRAIN: dict[str, tuple[list[str], str, str]] = {
     "no command": ([], "2", "required"),

@@ -13,8 +13,8 @@ import pytest
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from tests.channels import identified_channel
-from tests.conftest import GyredCommand, StartDaemon, to_toml
+from tests.channels import identified_channel, is_serving
+from tests.conftest import StartDaemon, to_toml
 from tests.fuse_folder import FuseFolder, why_not
 from tests.waiting import until
 
@@ -35,7 +35,7 @@ def probe(address: str, path: str) -> tuple[int, str]:
 
 
 def test_a_daemon_that_drains_is_healthy_but_not_ready(
-    gyred: StartDaemon, gyred_command: GyredCommand, token_files: Path
+    gyred: StartDaemon, token_files: Path
 ) -> None:
     dataset = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
     daemon = gyred(
@@ -61,8 +61,7 @@ def test_a_daemon_that_drains_is_healthy_but_not_ready(
         daemon.process.send_signal(signal.SIGTERM)
         until(lambda: probe(address, "ready") == (503, "not ready: draining\n"))
         assert probe(address, "healthy") == (200, "healthy\n")
-        asked = gyred_command("health", "--address", daemon.address)
-        assert (asked.returncode, asked.stdout) == (1, "not serving\n")
+        assert not is_serving(daemon.address)
         stub.CloseSession(pb.CloseSessionRequest(session_id=session), timeout=DEADLINE_S)
     assert daemon.process.wait(120) == 0
     assert probe(address, "healthy") == (0, "")
@@ -97,41 +96,3 @@ def test_a_daemon_that_starts_is_healthy_but_not_ready(tmp_path: Path) -> None:
                 assert process.wait(DEADLINE_S) == 0
         finally:
             folder.go_on()
-
-
-def test_health_is_asked_without_other_packages(gyred: StartDaemon) -> None:
-    daemon = gyred({})
-
-    def imported(*arguments: str) -> set[str]:
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=True,
-        )
-        lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-        return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
-
-    packages = imported("-m", "gyre_daemon", "health", "--address", daemon.address)
-    packages -= imported("-c", "") | sys.stdlib_module_names
-    assert packages == {"gyre_daemon", "gyre_protos"}
-
-
-def test_health_of_a_daemon_that_is_frozen_and_of_another_server(
-    gyred: StartDaemon, gyred_command: GyredCommand
-) -> None:
-    daemon = gyred({"health_listen": "tcp:127.0.0.1:0"})
-    address = next(event for event in daemon.events() if event["event"] == "ready")["health"]
-    other = gyred_command("health", "--address", address)
-    assert other.returncode == 1
-    assert other.stderr.endswith("no gRPC server listens there\n")
-    assert daemon.process
-    daemon.process.send_signal(signal.SIGSTOP)
-    try:
-        frozen = gyred_command("health", "--address", daemon.address)
-    finally:
-        daemon.process.send_signal(signal.SIGCONT)
-    assert frozen.returncode == 1
-    assert frozen.stderr.endswith("no answer in 5 s\n")
-    assert gyred_command("health", "--address", daemon.address).returncode == 0

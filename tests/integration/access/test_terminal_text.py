@@ -362,7 +362,7 @@ def test_names_of_a_real_daemon(
             written = done.stdout + done.stderr
             assert done.status == 0, written
             assert not OBEYED.search(written), (arguments, OBEYED.search(written))
-    check = outside("gyre_daemon", ["check-config", "--open", "--config", str(daemon.config_path)])
+    check = outside("gyre_daemon", ["check-config", "--config", str(daemon.config_path)])
     assert not OBEYED.search(check.stdout + check.stderr)
     daemon.stop()
     assert not OBEYED.search(daemon.log_path.read_bytes())

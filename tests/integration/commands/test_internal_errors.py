@@ -20,7 +20,7 @@ sys.exit(main())
 """
 PROGRAMS = {
     "gyre": ("gyre_client.__main__", "gyre_client.command.cli"),
-    "gyred": ("gyre_daemon.command", "gyre_daemon.cli"),
+    "gyred": ("gyre_daemon.__main__", "gyre_daemon.cli"),
     "gyre-train": ("gyre_trainer.command", "gyre_trainer.cli"),
 }
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import pytest
 import yaml
 from gyre_client import Loader
 from gyre_trainer.training.config import load as load_training
+
+from tests.secure_daemons import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER = ROOT / "docker"
@@ -37,6 +39,7 @@ class Node:
     """A small machine: the paths that docker/ names, inside a temporary folder."""
 
     root: Path
+    health_port: int = field(default_factory=free_port)
 
     @property
     def address(self) -> str:
@@ -61,7 +64,9 @@ class Node:
             text.replace("/etc/gyre/", f"{self.root}/")
             .replace("/run/gyre/", f"{self.root}/run/")
             .replace("/data/", f"{self.root}/data/")
-            .replace("127.0.0.1:9847", "127.0.0.1:0")  # several tests use this machine at once
+            # several tests use this machine at once
+            .replace("127.0.0.1:9847", "127.0.0.1:0")
+            .replace("9848", str(self.health_port))
         )
 
 

@@ -1,6 +1,5 @@
 """A daemon process and its operator: addresses, locks, health, reflection, logs, shutdown."""
 
-import gzip
 import os
 import pty
 import shutil
@@ -16,12 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gyre_client import Loader
 from gyre_client.errors import UnknownDataset
-from gyre_protos.text import counted
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from tests.channels import identified_channel
-from tests.conftest import GyredCommand, StartDaemon, to_toml
+from tests.channels import identified_channel, is_serving
+from tests.conftest import GyredCommand, StartDaemon, daemons_in, to_toml
+from tests.preloaded.interpreter import Interpreter
 from tests.waiting import until
 
 SERVICE = "gyre_protos.v1.Loader"
@@ -42,9 +41,7 @@ def tokens_dataset(folder: Path) -> dict[str, object]:
     return {"uri": str(folder), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
 
 
-def test_health_reflection_and_datasets(
-    gyred: StartDaemon, token_files: Path, gyred_command: GyredCommand
-) -> None:
+def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
     with identified_channel(daemon.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -72,7 +69,6 @@ def test_health_reflection_and_datasets(
             4,
             6006,
         )
-    assert gyred_command("health", "--address", daemon.address).returncode == 0
 
 
 def test_a_daemon_without_datasets_says_what_to_do(
@@ -90,18 +86,22 @@ def test_a_daemon_without_datasets_says_what_to_do(
 
 @pytest.mark.parametrize("uri", ["data", "data/*.bin", "data/{a,b}.bin", "./d[a]ta/{a,b}.*"])
 def test_the_name_of_the_file_s_folder_is_no_pattern(
-    tmp_path: Path, gyred_command: GyredCommand, uri: str
+    tmp_path: Path, interpreter: Interpreter, uri: str
 ) -> None:
     """Its relative paths may be patterns; what stands before them is as it is."""
     folder = tmp_path / "run[1] {x,y} \\n"
-    (folder / "data").mkdir(parents=True)
-    for name in "ab":
-        (folder / "data" / f"{name}.bin").write_bytes(bytes(400))
-    config = {"datasets": {"tokens": tokens_dataset(folder) | {"uri": uri}}}
-    (folder / "gyre.toml").write_text(to_toml(config))
-    checked = gyred_command("check-config", "--config", str(folder / "gyre.toml"), "--open")
-    assert checked.returncode == 0, checked.stderr
-    assert "opens: 40 samples in 2 shards" in checked.stdout
+    folder.mkdir()
+    address = f"unix:{tmp_path}/gyre.sock"
+    config = {"listen": [address], "datasets": {"tokens": tokens_dataset(folder) | {"uri": uri}}}
+    with daemons_in(folder, interpreter) as start:
+        data = start(config).config_path.parent / "data"
+        data.mkdir()
+        for name in "ab":
+            (data / f"{name}.bin").write_bytes(bytes(400))
+        with identified_channel(address) as channel:
+            request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens"))
+            found = pb_grpc.LoaderStub(channel).DescribeDataset(request, timeout=120)
+    assert (found.num_samples, found.num_shards) == (40, 2)
 
 
 def test_a_plan_needs_no_reads(gyred: StartDaemon, token_files: Path) -> None:
@@ -151,17 +151,15 @@ def test_second_daemon_on_a_socket_is_refused_and_harms_nothing(
     second = gyred_command("serve", "--config", str(daemon.config_path))
     assert second.returncode == 2
     assert f"another daemon (process {daemon.process.pid})" in second.stderr
-    assert gyred_command("health", "--address", daemon.address).returncode == 0
+    assert is_serving(daemon.address)
 
 
-def test_socket_of_a_killed_daemon_is_taken_over(
-    gyred: StartDaemon, gyred_command: GyredCommand
-) -> None:
+def test_socket_of_a_killed_daemon_is_taken_over(gyred: StartDaemon) -> None:
     daemon = gyred({})
     daemon.kill()
     assert Path(daemon.address.removeprefix("unix:")).exists()
     daemon.restart()
-    assert gyred_command("health", "--address", daemon.address).returncode == 0
+    assert is_serving(daemon.address)
 
 
 def test_tcp_port_is_never_shared(
@@ -169,7 +167,7 @@ def test_tcp_port_is_never_shared(
 ) -> None:
     daemon = gyred({"listen": ["tcp:127.0.0.1:0"]})
     (address,) = next(event for event in daemon.events() if event["event"] == "ready")["listen"]
-    assert gyred_command("health", "--address", address).returncode == 0
+    assert is_serving(address)
     second = gyred_command("serve", "--listen", address)
     assert second.returncode == 2
     assert "cannot listen on" in second.stderr
@@ -265,67 +263,6 @@ def test_check_config_warns_of_missing_files(
     assert "zz.bin does not exist" in warnings[0]
     assert "warning: dataset `pipe` cannot be served now: " in warnings[1]
     assert "pipe.bin is no regular file" in warnings[1]
-
-
-def test_check_config_opens_what_must_be_unpacked_replaced_measured_or_kept(
-    tmp_path: Path, gyred_command: GyredCommand
-) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "bbbb"}\n'))
-    (tmp_path / "b.jsonl").write_bytes(b'{"text": "a"}\nno JSON\n{"text": "b"}\n')
-    texts = {"uri": str(tmp_path / "a.jsonl.gz"), "columns": ["text"]}
-    tokenize = {"name": "tokenize", "field": "text", "tokenizer": "bytes", "end": 256}
-    datasets: dict[str, object] = {
-        "replaced": {"uri": str(tmp_path / "b.jsonl"), "on_corrupt": "replace", "max_corrupt": 1},
-        "packed": {**texts, "transforms": [tokenize], "pack": {"field": "tokens", "length": 8}},
-        "filtered": {**texts, "transforms": [tokenize], "filter": "length(tokens) > 3"},
-        "kept": {**texts, "transforms": [tokenize, {"name": "cache"}]},
-        "wrong": {**texts, "transforms": [{**tokenize, "fields": "text"}]},
-    }
-    path = config_of(tmp_path, **datasets)
-    checked = gyred_command("check-config", "--open", "--config", str(path))
-    assert checked.returncode == 1
-    lines = [line for line in checked.stdout.splitlines() if line.startswith("# dataset")]
-    sizes = {"filtered": 1, "kept": 2, "packed": 1, "replaced": 3}
-    assert lines == [
-        f"# dataset `{name}` opens: {counted(size, 'sample')} in 1 shard"
-        for name, size in sizes.items()
-    ]
-    assert "`wrong` cannot be opened: unknown key `fields` in transforms[0]" in checked.stderr
-
-
-def test_check_config_opens_every_dataset(
-    tmp_path: Path, token_files: Path, gyred_command: GyredCommand
-) -> None:
-    there = tokens_dataset(token_files)
-    (tmp_path / "junk.tar").write_bytes(b"no tar" * 1000)
-    missing = {**there, "uri": f"{token_files}/zz.bin"}
-    junk = {"uri": str(tmp_path / "junk.tar"), "format": "webdataset"}
-    storage = {
-        "endpoint": "http://127.0.0.1:1",
-        "region": "x",
-        "access_key_id": "hunter2",
-        "secret_access_key": "hunter2",
-    }
-    remote = {**there, "uri": "s3://bucket/x.bin", "storage": storage}
-    checked = gyred_command(
-        "check-config", "--open", "--config", str(config_of(tmp_path, there=there))
-    )
-    assert (checked.returncode, checked.stderr) == (0, "")
-    assert "# dataset `there` opens: 300 samples in 4 shards" in checked.stdout
-    path = config_of(tmp_path, there=there, missing=missing, junk=junk, remote=remote)
-    checked = gyred_command("check-config", "--open", "--config", str(path))
-    assert checked.returncode == 1
-    assert "# dataset `there` opens: 300 samples in 4 shards" in checked.stdout
-    told = sorted(checked.stderr.splitlines())
-    for line, name, reason in zip(
-        told,
-        ("junk", "missing", "remote"),
-        ("junk.tar", "no shard at", "s3://bucket/x.bin"),
-        strict=True,
-    ):
-        assert line.startswith(f"gyred: dataset `{name}` cannot be opened: ")
-        assert reason in line
-    assert "hunter2" not in checked.stdout + checked.stderr
 
 
 @pytest.mark.parametrize(("arguments", "is_json"), [((), False), (("--log-format", "json"), True)])

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from gyre_daemon.access.policy import Limits, Policy
 from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.dataset_parts import Reloader
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import in_thread
+from gyre_daemon.server import Reloader
 
 BOTH = DaemonConfig(datasets={name: DatasetConfig(f"/{name}", "tokens") for name in ("a", "b")})
 ONE = DaemonConfig(datasets={"a": BOTH.datasets["a"]})
