@@ -43,7 +43,12 @@ from gyre_daemon.fetching.columns import Measurer
 from gyre_daemon.fetching.transformed import keep_records
 from gyre_daemon.memory.arenas import ArenaRegistry, Budget
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
-from gyre_daemon.monitoring.http_ports import HttpPort, Probes
+from gyre_daemon.monitoring.http_ports import (
+    HttpPort,
+    Probes,
+    metrics_application,
+    new_registry,
+)
 from gyre_daemon.monitoring.metrics import OTHERS, Census, LoopLag, Metrics, MountGauges
 from gyre_daemon.runtime.events import log_event, notify, ping_watchdog
 from gyre_daemon.runtime.limits import Connections, descriptor_shares, own_bytes, own_limit_bytes
@@ -426,11 +431,8 @@ class _Daemon:
             ports: bound ones, for the log.
         """
         if address := parse_http_address("metrics_listen", self._config.metrics_listen):
-            # a private daemon listens at no port, and starts without the libraries of one
-            from gyre_daemon.monitoring import families  # noqa: PLC0415
-
-            registry = families.new_registry(self._census)
-            self._scrapes = HttpPort("metrics_listen", families.metrics_application(registry))
+            application = metrics_application(new_registry(self._census))
+            self._scrapes = HttpPort("metrics_listen", application)
             ports = {"metrics": self._scrapes.start(address), **ports}
         facts = {
             "listen": await self._listen(addresses),

@@ -21,7 +21,6 @@ import re
 import ssl
 import stat
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -30,6 +29,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from gyre_daemon.access.policy import Rates
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.errors import ConfigError, NotAuthenticated, Overloaded
 from gyre_daemon.runtime.events import log_event
@@ -38,31 +38,17 @@ from gyre_daemon.runtime.threads import Bucket
 MAX_BYTES = 256 << 10  # a chain of certificates has some KiB
 
 
-class FileStamp(Struct, frozen=True):
-    """Metadata that changes when a file is written or replaced."""
-
-    device: int
-    inode: int
-    size: int
-    mode: int
-    modified_ns: int
-    changed_ns: int
+Stamp = tuple[int, ...]
 
 
-def stamp_of(path: Path) -> FileStamp | None:
-    """The file's stamp; None where there is no file, or none that may be looked at."""
+def stamp_of(path: Path) -> Stamp | None:
+    """What changes when a file is written or replaced; None where it may not be looked at."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return FileStamp(
-        found.st_dev,
-        found.st_ino,
-        found.st_size,
-        found.st_mode,
-        found.st_mtime_ns,
-        found.st_ctime_ns,
-    )
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mode, *times
 
 
 def read_file(path: Path, setting: str, *, is_secret: bool) -> bytes:
@@ -158,7 +144,7 @@ class CertificateFiles:
         else:
             log_event("certificate reloaded", {"path": self._certificate})
 
-    def _stamps_now(self) -> list[FileStamp | None]:
+    def _stamps_now(self) -> list[Stamp | None]:
         paths = (self._certificate, self._key, self._client_ca)
         return [stamp_of(path) for path in paths if path]
 
@@ -257,9 +243,8 @@ def _value(data: bytes, at: int, kind: int | None = None) -> tuple[bytes, int]:
 
 
 # Failures of one address to answer with their reason: ten at once, then one in six seconds.
-# A job whose token has expired needs one. The addresses that failed last are remembered.
+# A job whose token has expired needs one.
 _FAILURES, _FAILURES_PER_S = 10.0, 1 / 6
-_MAX_ADDRESSES = 4096
 # Lines of the log, for all addresses together.
 _LINES, _LINES_PER_S = 20.0, 1 / 3
 _IPV6_NETWORK_BITS = 64  # one host's usual network
@@ -274,7 +259,7 @@ class FailureLimit:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._rates = Rates(clock, _FAILURES / _FAILURES_PER_S)
         self._lines = Bucket(_LINES, _LINES_PER_S, clock())
         self._num_unlogged = 0
 
@@ -288,25 +273,18 @@ class FailureLimit:
         Returns:
             The error to send: the reason or, after too many, that there were too many.
         """
-        now = self._clock()
-        key = _network(address)
-        bucket = self._buckets.pop(key, None)
-        if bucket is None:
-            bucket = Bucket(_FAILURES, _FAILURES_PER_S, now)
-        self._buckets[key] = bucket
-        while len(self._buckets) > _MAX_ADDRESSES:
-            self._buckets.popitem(last=False)
-        self._log(address, reason, now)
-        if bucket.take(now):
+        self._log(address, reason)
+        wait_s = self._rates.take(_network(address), _FAILURES_PER_S)
+        if not wait_s:
             return reason
         return Overloaded(
             f"too many calls from {address} had no valid credential; check the token, and try "
-            f"again in {bucket.wait_s:.0f} s",
-            {"retry_after_s": f"{bucket.wait_s:.1f}"},
+            f"again in {wait_s:.0f} s",
+            {"retry_after_s": f"{wait_s:.1f}"},
         )
 
-    def _log(self, address: str, reason: NotAuthenticated, now: float) -> None:
-        if not self._lines.take(now):
+    def _log(self, address: str, reason: NotAuthenticated) -> None:
+        if not self._lines.take(self._clock()):
             self._num_unlogged += 1
             return
         facts: dict[str, object] = {"address": address, "reason": reason}
@@ -359,7 +337,7 @@ class TokenStore:
                     f"tokens: the name {name!r:.100} must have 1 to 64 letters, digits, `_`, `.` "
                     "or `-`"
                 )
-        self._stamps: dict[str, FileStamp | None] = {}
+        self._stamps: dict[str, Stamp | None] = {}
         self._tokens: dict[str, tuple[_Token, ...]] = {}
         for name in self._files:
             self._read(name)

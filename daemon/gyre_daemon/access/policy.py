@@ -36,7 +36,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gyre_protos.text import counted
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gyre_daemon.config import DaemonConfig, LimitsConfig, UserLimits, sources_below
@@ -459,8 +459,7 @@ _MESSAGE_BYTES = 64
 # the other fills the disk and the memory, and keeps others from packing.
 _CHAINS_AT_ONCE, _CHAINS_PER_S = 64, 0.2
 _MAX_CHAINS = 4096  # to remember, of all users
-# Beyond this many buckets full ones are dropped, since a full one holds no information.
-_MAX_BUCKETS = 1024
+_MAX_BUCKETS = 1024  # of those that called last
 
 
 class Limits:
@@ -579,12 +578,15 @@ class Limits:
             )
 
 
-class Rates(Struct):
-    """How often each caller has called lately: a token bucket each."""
+class Rates:
+    """How often each caller has called lately: a token bucket each, for the last ones."""
 
-    clock: Callable[[], float] = time.monotonic
-    burst_s: float = _BURST_S
-    _buckets: dict[tuple[str, float], Bucket] = field(default_factory=dict)
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, burst_s: float = _BURST_S
+    ) -> None:
+        """No one has called; `burst_s` is how many seconds' tokens may be taken at once."""
+        self._clock, self._burst_s = clock, burst_s
+        self._buckets: dict[tuple[str, float], Bucket] = {}
 
     def __len__(self) -> int:
         """How many callers are remembered."""
@@ -597,7 +599,7 @@ class Rates(Struct):
             0, or the seconds until there is a token where there is none.
         """
         bucket = self._bucket(key, per_s)
-        return 0.0 if bucket.take(self.clock()) else bucket.wait_s
+        return 0.0 if bucket.take(self._clock()) else bucket.wait_s
 
     def charge(self, key: str, per_s: float, num: float) -> float:
         """Take tokens, whether they are there or not.
@@ -605,16 +607,13 @@ class Rates(Struct):
         Returns:
             The seconds until none is owed.
         """
-        return self._bucket(key, per_s).charge(self.clock(), num)
+        return self._bucket(key, per_s).charge(self._clock(), num)
 
     def _bucket(self, key: str, per_s: float) -> Bucket:
-        bucket = self._buckets.get((key, per_s))
+        bucket = self._buckets.pop((key, per_s), None)
         if bucket is None:
-            now = self.clock()
-            if len(self._buckets) >= _MAX_BUCKETS:
-                self._buckets = {
-                    k: each for k, each in self._buckets.items() if not each.is_full(now)
-                }
-            bucket = Bucket(max(1.0, per_s * self.burst_s), per_s, now)
-            self._buckets[key, per_s] = bucket
+            bucket = Bucket(max(1.0, per_s * self._burst_s), per_s, self._clock())
+        self._buckets[key, per_s] = bucket  # the last of all
+        if len(self._buckets) > _MAX_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
         return bucket

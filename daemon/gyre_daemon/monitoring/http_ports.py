@@ -1,4 +1,6 @@
-"""The HTTP ports of a daemon: metrics for Prometheus at one, two probes at the other.
+"""The HTTP ports of a daemon: its metrics for Prometheus at one, two probes at the other.
+
+Prometheus' library, whose import takes 50 ms, is imported with the first reader of metrics.
 
 A thread with its own event loop reads requests, and others answer them, so neither a slow client
 nor an event loop of the daemon that hangs holds up a request. The figures of metrics belong to that
@@ -6,17 +8,24 @@ event loop, which hands them over for each scrape. Probes look at it from outsid
 """
 
 import asyncio
+import gzip
+import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.monitoring.metrics import LoopLag
+from gyre_daemon.monitoring.metrics import BOUNDS_S, Census, LoopLag, readings
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import TcpAddress
 from gyre_daemon.runtime.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 # Bounds the resources that strangers can take. A connection whose request is not there after
 # _TIMEOUT_S is closed, and one that does not take its answer in this time: Prometheus itself gives
@@ -30,6 +39,7 @@ _STOP_S = 1.0
 # An event loop hangs if it is late by this much. Busy ones are late by tenths of a second; three
 # probes in ten seconds each then wait as long as WatchdogSec of the systemd unit.
 _HANGS_AFTER_S = 10.0
+_LOOP_DEADLINE_S = 5.0  # a loop later than this has worse trouble than a missing scrape
 
 
 class Answer(NamedTuple):
@@ -187,3 +197,72 @@ class HttpPort:
         if encoding:
             head += f"Content-Encoding: {encoding}\r\n"
         return f"{head}\r\n".encode("latin-1") + (b"" if method == "HEAD" else body)
+
+
+def families(census: Census) -> "Iterator[Metric]":
+    """All metrics of a daemon except those of its process, in order of their first fields."""
+    from prometheus_client import core  # noqa: PLC0415
+
+    kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+    found: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for metric, labels, value in readings(census):
+        if metric.name not in found:
+            found[metric.name] = kinds[metric.kind](
+                metric.name, metric.meaning, labels=list(labels)
+            )
+        found[metric.name].add_metric(list(labels.values()), float(value))
+    lag, bounds = census.loop_lag, [*map(str, BOUNDS_S), "+Inf"]
+    yield core.InfoMetricFamily("gyre_build", "The version of Gyre.", {"version": census.version})
+    yield from found.values()
+    yield core.HistogramMetricFamily(
+        "gyre_event_loop_lag_seconds",
+        "How late a timer of the daemon's event loop is.",
+        list(zip(bounds, [*lag.at_most, lag.num_timers], strict=True)),
+        lag.sum_s,
+    )
+
+
+def new_registry(take_census: Callable[[], Census]) -> "CollectorRegistry":
+    """The metrics of a daemon and of its process.
+
+    Made on the event loop, which takes each census. Any other thread may collect them; that raises
+    TimeoutError if the loop does not answer in time.
+    """
+    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415
+    from prometheus_client.registry import Collector  # noqa: PLC0415
+
+    loop = asyncio.get_running_loop()
+
+    async def take() -> "list[Metric]":
+        return list(families(take_census()))
+
+    class DaemonCollector(Collector):
+        def collect(self) -> "Iterable[Metric]":
+            return asyncio.run_coroutine_threadsafe(take(), loop).result(_LOOP_DEADLINE_S)
+
+        def describe(self) -> "Iterable[Metric]":
+            return []  # registering takes no census
+
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(DaemonCollector())
+    return registry
+
+
+def metrics_application(registry: "CollectorRegistry") -> Application:
+    """Answers every path with the metrics, in the form that the scraper accepts."""
+    from prometheus_client.exposition import choose_encoder  # noqa: PLC0415
+
+    def answer(_: str, fields: Mapping[str, str]) -> Answer:
+        try:
+            encode, content_type = choose_encoder(fields.get("accept", ""))
+            body = encode(registry)
+        except Exception as error:
+            log_event("scrape failed", {"error": repr(error)}, logging.ERROR)
+            text = b"the metrics could not be collected; see the daemon's log\n"
+            return Answer(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+        if "gzip" in fields.get("accept-encoding", ""):
+            return Answer(HTTPStatus.OK, gzip.compress(body), content_type, "gzip")
+        return Answer(HTTPStatus.OK, body, content_type)
+
+    return answer

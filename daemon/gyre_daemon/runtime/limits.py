@@ -3,8 +3,10 @@
 [Note: Connections that are closed]
 
 gRPC keeps the headers of each call in memory before any code of ours sees the call, and says
-nothing about its connections. So they are found among the descriptors of this process, and those of
-strangers, and in need others, are closed with shutdown(2), after which gRPC frees their memory.
+nothing about its connections. None of its own limits tells strangers from others: 1,000 connections
+with 16 calls each took 240 MiB, and a limit on their number or age would meet clients, too. So they
+are found among the descriptors of this process, and those of strangers, and in need others, are
+closed with shutdown(2), after which gRPC frees their memory.
 """
 
 import contextlib
@@ -193,38 +195,31 @@ class Peer(NamedTuple):
         return cls(_plain(host), port)
 
 
-class _Connection(Struct):
-    """A connection that this process has accepted.
+class _Calls(Struct):
+    """The calls of one peer, perhaps before its connection was found.
 
     Attributes:
-        descriptor: of its socket, which gRPC owns.
-        peer: its other end.
-        last_used: when it was found, or when its last call ended.
+        last_used: when the connection was found, or when its last call ended.
         is_proven: a caller has proved on it who it is.
         num_calls: calls that were admitted and have not ended.
     """
 
-    descriptor: int
-    peer: Peer
     last_used: float
     is_proven: bool = False
     num_calls: int = 0
 
-    @property
-    def is_tcp(self) -> bool:
-        return bool(self.peer.host)
+
+class _Connection(Struct, frozen=True):
+    """A connection that this process has accepted; gRPC owns the socket behind `descriptor`."""
+
+    descriptor: int
+    peer: Peer
+    calls: _Calls
 
     @property
     def is_stranger(self) -> bool:
-        return self.is_tcp and not self.is_proven and not self.num_calls
-
-
-class _Calls(Struct):
-    """The calls of one peer, perhaps before its connection was found."""
-
-    is_proven: bool = False
-    num_calls: int = 0
-    last_used: float = 0.0
+        """Whether it came over TCP, and no caller has proved who it is."""
+        return bool(self.peer.host) and not self.calls.is_proven and not self.calls.num_calls
 
 
 class Connections(Struct):
@@ -253,7 +248,7 @@ class Connections(Struct):
             peer: as gRPC calls it.
             is_proven: whether its caller has proved who it is.
         """
-        calls = self._calls.setdefault(Peer.of_grpc(peer), _Calls())
+        calls = self._calls.setdefault(Peer.of_grpc(peer), _Calls(self.clock()))
         calls.is_proven |= is_proven
         calls.num_calls += 1
         try:
@@ -264,25 +259,19 @@ class Connections(Struct):
 
     def look(self) -> list[_Connection]:
         """Find the open connections, the newest last."""
-        now = self.clock()
         before, self._found = self._found, {}
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # numbers, without the paths
             with contextlib.suppress(OSError):
                 descriptor = int(name)
-                inode = _socket_inode(descriptor)
-                if inode is None:
-                    continue
-                known = inode in before
-                self._found[inode] = before[inode] if known else self._accepted(descriptor, now)
+                found = os.fstat(descriptor)
+                if stat.S_ISSOCK(found.st_mode):
+                    known, inode = found.st_ino in before, found.st_ino
+                    self._found[inode] = before[inode] if known else self._accepted(descriptor)
         connections = [each for each in self._found.values() if each]
         peers = {each.peer for each in connections}
         self._calls = {
             peer: calls for peer, calls in self._calls.items() if peer in peers or calls.num_calls
         }
-        for each in connections:
-            if calls := self._calls.get(each.peer):
-                each.is_proven, each.num_calls = calls.is_proven, calls.num_calls
-                each.last_used = max(each.last_used, calls.last_used)
         return connections
 
     def close_strangers(self) -> None:
@@ -291,9 +280,9 @@ class Connections(Struct):
             return
         now = self.clock()
         strangers = [each for each in self.look() if each.is_stranger]
-        strangers.sort(key=lambda each: each.last_used)
+        strangers.sort(key=lambda each: each.calls.last_used)
         num_over = max(0, len(strangers) - MAX_STRANGERS)
-        late = [each for each in strangers[num_over:] if now - each.last_used > _STRANGER_S]
+        late = [each for each in strangers[num_over:] if now - each.calls.last_used > _STRANGER_S]
         self._close([*strangers[:num_over], *late], "no caller has proved who it is")
 
     def close_for_memory(self, own_bytes: int, limit_bytes: int, readers: Collection[int]) -> None:
@@ -311,26 +300,27 @@ class Connections(Struct):
         idle = [
             each
             for each in self.look()
-            if not (each.num_calls if each.is_tcp else each.peer.number in readers)
+            if not (each.calls.num_calls if each.peer.host else each.peer.number in readers)
         ]
         newest = idle[len(idle) // 2 :]
         reason = f"the daemon itself uses {own_bytes >> 20} MiB, and may use {limit_bytes >> 20}"
         self._close(newest, reason)
         _malloc_trim(0)  # otherwise the allocator keeps the memory
 
-    def _accepted(self, descriptor: int, now: float) -> _Connection | None:
+    def _accepted(self, descriptor: int) -> _Connection | None:
         """The connection behind a socket; None where it is no connection of a client."""
         with socket.socket(fileno=os.dup(descriptor)) as found:
-            if found.type != socket.SOCK_STREAM:
-                return None
-            if found.family not in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+            families = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+            if found.type != socket.SOCK_STREAM or found.family not in families:
                 return None
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return None
             name = found.getsockname()
             if (name if found.family == socket.AF_UNIX else name[1]) not in self._addresses:
                 return None
-            return _Connection(descriptor, Peer.of_socket(found), now)
+            peer = Peer.of_socket(found)
+            calls = self._calls.setdefault(peer, _Calls(self.clock()))
+            return _Connection(descriptor, peer, calls)
 
     def _close(self, connections: Collection[_Connection], reason: str) -> None:
         for each in connections:
@@ -365,12 +355,6 @@ def own_bytes() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
     return 0
-
-
-def _socket_inode(descriptor: int) -> int | None:
-    """Tells a socket from all others; None for other files."""
-    found = os.fstat(descriptor)
-    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
 
 
 def _plain(host: str) -> str:

@@ -703,11 +703,6 @@ class Bucket:
         self._level -= num
         return max(0.0, -self._level / self._per_s)
 
-    def is_full(self, now_s: float) -> bool:
-        """Whether nothing was taken lately."""
-        self._fill(now_s)
-        return self._level >= self._capacity
-
     @property
     def wait_s(self) -> float:
         """How long until there is one, as of the last `take`."""

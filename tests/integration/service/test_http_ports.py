@@ -12,8 +12,13 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring import http_ports
-from gyre_daemon.monitoring.families import metrics_application
-from gyre_daemon.monitoring.http_ports import MAX_CONNECTIONS, Application, HttpPort, Probes
+from gyre_daemon.monitoring.http_ports import (
+    MAX_CONNECTIONS,
+    Application,
+    HttpPort,
+    Probes,
+    metrics_application,
+)
 from gyre_daemon.monitoring.metrics import LoopLag
 from gyre_daemon.runtime.listen import TcpAddress
 from prometheus_client import CollectorRegistry

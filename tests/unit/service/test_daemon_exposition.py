@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from gyre_client.command.status import full_text
-from gyre_daemon.monitoring.families import new_registry
+from gyre_daemon.monitoring.http_ports import new_registry
 from gyre_daemon.monitoring.metrics import (
     BOUNDS_S,
     Census,
