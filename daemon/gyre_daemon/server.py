@@ -64,7 +64,6 @@ from gyre_daemon.runtime.listen import (
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor, in_thread
 from gyre_daemon.service.guard import (
     SERVER_OPTIONS,
-    Authenticator,
     Callers,
     Guard,
     server_credentials,
@@ -399,13 +398,14 @@ class _Daemon:
         self._probes = probes
         self._scrapes: HttpPort | None = None
         self._credentials = Credentials.of(config)
-        authenticator = Authenticator(self._credentials.tokens)
+        channels = [each.side_channel for each in listeners]
+        callers = Callers(channels, self._credentials.tokens, limits)
         self._connections = Connections()
-        self._guard = Guard(authenticator, self._connections, metrics)
+        self._guard = Guard(callers, self._connections, metrics)
         self._service = LoaderService(
             self._parts.catalog,
             self._sessions,
-            Callers([each.side_channel for each in listeners], authenticator, limits),
+            callers,
             self._policy,
             copy_workers,
             self._parts.transforms,
@@ -522,6 +522,7 @@ class _Daemon:
 
         A server that runs takes no further address, so a socket that is restored gets a new one.
         """
+        # as many as the side channel takes, on each address
         max_connections = ("grpc.max_allowed_incoming_connections", descriptor_shares().clients)
         server = grpc.aio.server(
             interceptors=(self._guard,), options=[*SERVER_OPTIONS, max_connections]

@@ -28,6 +28,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from gyre_protos.v1 import loader_pb2 as pb
+from msgspec import Struct
 
 from gyre_daemon import errors
 from gyre_daemon.access.credentials import (
@@ -133,8 +134,6 @@ SERVER_OPTIONS = [
     # A connection must have finished its handshakes, HTTP/2's included, by then. On a busy node a
     # new process takes a second or two.
     ("grpc.server_handshake_timeout_ms", 15_000),
-    # As many as the side channel takes, on each address.
-    ("grpc.max_allowed_incoming_connections", 4096),
     # Clients send no pings. Who sends more than these in five minutes is disconnected.
     ("grpc.http2.max_ping_strikes", 2),
     ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
@@ -174,14 +173,71 @@ _SCHEME = "bearer "
 _MAX_NAME_CHARS = 200
 
 
-class Authenticator:
-    """Tells callers over TCP apart. The kernel identifies those over a Unix socket."""
+TOKEN_KEY = "gyre-side-token"
+# In the facts of an error: a client that connects to the side channel again may repeat the call.
+_FACT = "side_channel"
 
-    def __init__(self, tokens: TokenStore, clock: Callable[[], float] = time.time) -> None:
-        """Know these tokens; `clock` returns the seconds since the epoch."""
+
+class Callers:
+    """Tells who makes each call.
+
+    A user of this machine calls over a Unix socket. gRPC does not say which one, and the kernel
+    says it on the side channel. So each of these calls carries the token of a connection there.
+    Over TCP, a token or a certificate says it.
+    """
+
+    def __init__(
+        self,
+        side_channels: Sequence[SideChannel],
+        tokens: TokenStore,
+        limits: Limits,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Know these connections and tokens; `clock` returns the seconds since the epoch."""
+        self._side_channels = side_channels
         self._tokens = tokens
+        self._limits = limits
         self._clock = clock
         self._failures = FailureLimit()
+
+    def identify(self, context: Context) -> Principal:
+        """The caller.
+
+        Raises:
+            NotAuthenticated, Overloaded: over TCP; see `principal`.
+            NotAllowed: a call over a Unix socket carries no token.
+            LeaseExpired: it carries the token of a connection that has ended.
+            Overloaded: the caller calls too often.
+        """
+        peer = self.peer(context)
+        caller = peer.principal if peer else self.principal(context)
+        self._limits.count_request(caller)
+        return caller
+
+    def peer(self, context: Context) -> Peer | None:
+        """The caller's connection to the side channel; None over TCP.
+
+        Raises:
+            NotAllowed, LeaseExpired: as for `identify`.
+        """
+        if not is_local(context):
+            return None
+        token = str(dict(context.invocation_metadata() or ()).get(TOKEN_KEY, ""))
+        if not token:
+            raise NotAllowed(
+                "the daemon cannot tell which user calls: over a Unix socket a client first "
+                "connects to the socket next to it, whose name ends in .side. Give the client "
+                "access to that socket, and use one of the daemon's version.",
+                {_FACT: "missing"},
+            )
+        peer = next((peer for each in self._side_channels if (peer := each.peer(token))), None)
+        if peer is None:
+            raise LeaseExpired(
+                "the client's connection to the daemon's side channel has ended, or the daemon was "
+                "restarted; connect again",
+                {_FACT: "ended"},
+            )
+        return peer
 
     def principal(self, context: Context) -> Principal:
         """The caller over TCP.
@@ -263,66 +319,6 @@ def _printable(name: bytes) -> str:
     return text
 
 
-TOKEN_KEY = "gyre-side-token"
-# In the facts of an error: a client that connects to the side channel again may repeat the call.
-_FACT = "side_channel"
-
-
-class Callers:
-    """Tells who makes each call.
-
-    A user of this machine calls over a Unix socket. gRPC does not say which one, and the kernel
-    says it on the side channel. So each of these calls carries the token of a connection there.
-    Over TCP, a token or a certificate says it.
-    """
-
-    def __init__(
-        self, side_channels: Sequence[SideChannel], authenticator: Authenticator, limits: Limits
-    ) -> None:
-        self._side_channels = side_channels
-        self._authenticator = authenticator
-        self._limits = limits
-
-    def identify(self, context: Context) -> Principal:
-        """The caller.
-
-        Raises:
-            NotAuthenticated, Overloaded: over TCP; see `Authenticator.principal`.
-            NotAllowed: a call over a Unix socket carries no token.
-            LeaseExpired: it carries the token of a connection that has ended.
-            Overloaded: the caller calls too often.
-        """
-        peer = self.peer(context)
-        caller = peer.principal if peer else self._authenticator.principal(context)
-        self._limits.count_request(caller)
-        return caller
-
-    def peer(self, context: Context) -> Peer | None:
-        """The caller's connection to the side channel; None over TCP.
-
-        Raises:
-            NotAllowed, LeaseExpired: as for `identify`.
-        """
-        if not is_local(context):
-            return None
-        token = str(dict(context.invocation_metadata() or ()).get(TOKEN_KEY, ""))
-        if not token:
-            raise NotAllowed(
-                "the daemon cannot tell which user calls: over a Unix socket a client first "
-                "connects to the socket next to it, whose name ends in .side. Give the client "
-                "access to that socket, and use one of the daemon's version.",
-                {_FACT: "missing"},
-            )
-        peer = next((peer for each in self._side_channels if (peer := each.peer(token))), None)
-        if peer is None:
-            raise LeaseExpired(
-                "the client's connection to the daemon's side channel has ended, or the daemon was "
-                "restarted; connect again",
-                {_FACT: "ended"},
-            )
-        return peer
-
-
 _MAX_CHARS = 200  # of a name that a client sent
 
 
@@ -364,24 +360,18 @@ _LOOK_EVERY_S = 5.0
 Handler = Any  # grpc.RpcMethodHandler, whose fields have no types
 
 
-class _Undecodable:
+class _Undecodable(Struct):
     """Stands for a message that is none of the protocol's, until its call can be answered."""
 
-    def __init__(self, error: DecodeError) -> None:
-        self._error = error
-
-    def refusal(self) -> InvalidRequest:
-        return InvalidRequest(f"the request is no message of the protocol: {self._error}")
+    error: DecodeError
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses callers with a wrong credential, and messages that cannot be decoded."""
 
-    def __init__(
-        self, authenticator: Authenticator, connections: Connections, metrics: Metrics
-    ) -> None:
-        """Check callers with `authenticator`, and tell `connections` of calls over TCP."""
-        self._authenticator = authenticator
+    def __init__(self, callers: Callers, connections: Connections, metrics: Metrics) -> None:
+        """Check callers with `callers`, and tell `connections` of calls over TCP."""
+        self._callers = callers
         self._connections = connections
         self._metrics = metrics
 
@@ -401,16 +391,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _guarded(self, handler: Handler, *, is_open: bool) -> Handler:
         streams = handler.request_streaming
-        method = next(
-            each
-            for each in (
-                handler.unary_unary,
-                handler.unary_stream,
-                handler.stream_unary,
-                handler.stream_stream,
-            )
-            if each
-        )
+        unary_request = handler.unary_unary or handler.unary_stream
+        method = unary_request or handler.stream_unary or handler.stream_stream
 
         def admit(request: Any, context: Context, ended: contextlib.ExitStack) -> Any:
             """The request, or the requests of a stream, whose caller is checked with the first."""
@@ -456,7 +438,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _admit(self, context: Context, ended: contextlib.ExitStack) -> None:
         """Check the caller, and let the call count until `ended`."""
-        is_proven = self._authenticator.principal(context) is not ANONYMOUS
+        is_proven = self._callers.principal(context) is not ANONYMOUS
         ended.enter_context(self._connections.call(context.peer(), is_proven=is_proven))
 
     @contextlib.contextmanager
@@ -464,7 +446,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """A context that ends the call when its caller's credential is no longer valid.
 
         Raises:
-            NotAuthenticated, Overloaded: it is not; see `Authenticator.principal`.
+            NotAuthenticated, Overloaded: it is not; see `Callers.principal`.
         """
         if is_open or is_local(context):
             yield
@@ -476,7 +458,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         def look() -> None:
             nonlocal refused, timer
             try:
-                self._authenticator.principal(context)
+                self._callers.principal(context)
             except GyreError as reason:
                 refused = reason
                 if task:
@@ -510,7 +492,7 @@ def _tolerant(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _check(request: Any) -> Any:
     if isinstance(request, _Undecodable):
-        raise request.refusal()
+        raise InvalidRequest(f"the request is no message of the protocol: {request.error}")
     return request
 
 

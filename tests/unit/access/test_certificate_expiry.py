@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 from cryptography import x509
 from gyre_daemon.access.credentials import TokenStore, expires_at
+from gyre_daemon.access.policy import Limits
 from gyre_daemon.errors import NotAuthenticated
-from gyre_daemon.service.guard import Authenticator
+from gyre_daemon.service.guard import Callers
 
 from tests.certificates import Authority
 
@@ -46,10 +47,10 @@ def test_of_a_chain_the_first_end_counts(tmp_path: Path) -> None:
 def test_a_caller_is_known_until_its_certificate_ends(tmp_path: Path) -> None:
     chain = Authority(tmp_path).sign("trainer").certificate.read_bytes()
     times = iter([expires_at(chain) - 1, expires_at(chain)])
-    authenticator = Authenticator(TokenStore({}), lambda: next(times))
-    assert authenticator.principal(call_with(chain)).name == "certificate:trainer"
+    callers = Callers((), TokenStore({}), Limits(), lambda: next(times))
+    assert callers.principal(call_with(chain)).name == "certificate:trainer"
     with pytest.raises(NotAuthenticated, match="certificate has expired"):
-        authenticator.principal(call_with(chain))
+        callers.principal(call_with(chain))
 
 
 def damaged(pem: bytes) -> Sequence[bytes]:
