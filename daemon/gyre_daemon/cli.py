@@ -23,12 +23,8 @@ from gyre_protos.text import printable
 from gyre_daemon import __version__
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Policy, check_patterns, unmatched
-from gyre_daemon.config import (
-    DaemonConfig,
-    EffectiveConfig,
-    load,
-    rendered,
-)
+from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.config.load import EffectiveConfig, load, rendered
 from gyre_daemon.config.schema import check_memory_budget, memory_limit_bytes
 from gyre_daemon.datasets.known_formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError, GyreError, StorageUnavailable
@@ -94,17 +90,15 @@ def _parser(*, with_completion: bool = True) -> argparse.ArgumentParser:
     command = add("serve", "serve the datasets of a configuration")
     command.set_defaults(run=_serve)
     _add_config_flags(command)
-    text = "a private daemon: serve ad-hoc datasets, on --socket-dir only"
-    command.add_argument("--embedded", action="store_true", help=text)
-    text = "with --embedded: a private folder that each client keeps locked (shared); the daemon "
-    text += "goes into the background, and ends with the last lock"
+    text = "a private daemon: serve ad-hoc datasets in this folder only, which each client keeps "
+    text += "locked (shared); it goes into the background, and ends with the last lock"
     command.add_argument("--socket-dir", type=Path, metavar="DIR", help=text)
 
     text = (
         "print the effective configuration and where each value comes from; exit 2 if it is wrong"
     )
     command = add("check-config", text)
-    command.set_defaults(run=_check_config)
+    command.set_defaults(run=_check_config, socket_dir=None)
     _add_config_flags(command)
     return parser
 
@@ -121,7 +115,7 @@ def _add_config_flags(command: argparse.ArgumentParser) -> None:
 def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     """The configuration, with every mistake found that can be found before anything is bound."""
     flags: dict[str, Any] = {key: getattr(parsed, key) for key in (*_FLAG_KEYS, "listen")}
-    if getattr(parsed, "socket_dir", None):
+    if parsed.socket_dir:
         flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"]}
         flags |= {"metrics_listen": "", "health_listen": ""}
         flags["admin"] = []  # the owner, whatever the environment says
@@ -138,28 +132,47 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     parse_http_address("health_listen", config.health_listen)
     Policy(config)
     check_patterns(config)
-    _check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))
+    is_private = parsed.socket_dir is not None
     for name, dataset in config.datasets.items():
-        if dataset.mixture:  # it has no shards
-            continue
-        if dataset.format:
-            make_format(name, dataset)
-        else:
-            check_keys_of_any(name, dataset)
-        try:
-            location = parse_location(dataset.uri)
-        except ValueError as error:
-            raise ConfigError(f"datasets.{name}.uri: {error}") from error
-        is_private = bool(getattr(parsed, "embedded", False))
-        if location.scheme in ARCHIVES and not (config.archives or is_private):
-            raise ConfigError(
-                f"datasets.{name}.uri: {location.text} is in an archive. Unpack it, or set "
-                "archives = true"
-            )
+        _check_dataset(name, dataset, config, is_private=is_private)
     warnings = [*effective.warnings, *unmatched(config)]
-    if not config.datasets and not getattr(parsed, "embedded", False):
+    if not config.datasets and not is_private:
         warnings.append(_nothing_served(parsed.config))
     return replace(effective, warnings=warnings)
+
+
+def _check_dataset(
+    name: str, dataset: DatasetConfig, config: DaemonConfig, *, is_private: bool
+) -> None:
+    """Refuse a definition that this daemon cannot serve; options of transforms are checked later.
+
+    Raises:
+        ConfigError: names the dataset and its fault.
+    """
+    try:
+        to_steps(
+            dataset.transforms,
+            config.installed_transforms,
+            allow_modules=is_private,
+            allow_files=True,  # the operator names them
+        )
+    except GyreError as error:
+        raise ConfigError(f"datasets.{name}: {error}") from error
+    if dataset.mixture:  # it has no shards
+        return
+    if dataset.format:
+        make_format(name, dataset)
+    else:
+        check_keys_of_any(name, dataset)
+    try:
+        location = parse_location(dataset.uri)
+    except ValueError as error:
+        raise ConfigError(f"datasets.{name}.uri: {error}") from error
+    if location.scheme in ARCHIVES and not (config.archives or is_private):
+        raise ConfigError(
+            f"datasets.{name}.uri: {location.text} is in an archive. Unpack it, or set "
+            "archives = true"
+        )
 
 
 def _nothing_served(path: Path | None) -> str:
@@ -172,12 +185,10 @@ def _nothing_served(path: Path | None) -> str:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    if parsed.embedded != (parsed.socket_dir is not None):
-        raise ConfigError("--embedded and --socket-dir go together")
-    private = _in_background(parsed.socket_dir) if parsed.embedded else None
+    private = _in_background(parsed.socket_dir) if parsed.socket_dir else None
     effective = _load(parsed)
     config = effective.config
-    if not parsed.embedded:  # the user of a private daemon chose no budget
+    if not private:  # the user of a private daemon chose no budget
         check_memory_budget(config.memory_budget, memory_limit_bytes())
     index_dir = _index_dir(config, parsed.socket_dir)
     start_log(config.log_level, config.log_format)
@@ -261,26 +272,6 @@ def _check_config(parsed: argparse.Namespace) -> int:
         text = f"gyred: warning: dataset `{name}` cannot be served now: {error}"
         print(printable(text), file=sys.stderr)
     return 0
-
-
-def _check_transforms(config: DaemonConfig, *, is_private: bool) -> None:
-    """Refuse definitions of datasets whose transforms this daemon does not have.
-
-    Their options are checked when a job opens the dataset.
-
-    Raises:
-        ConfigError: names the dataset and the transform.
-    """
-    for name, dataset in config.datasets.items():
-        try:
-            to_steps(
-                dataset.transforms,
-                config.installed_transforms,
-                allow_modules=is_private,
-                allow_files=True,  # the operator names them
-            )
-        except GyreError as error:
-            raise ConfigError(f"datasets.{name}: {error}") from error
 
 
 async def _missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:

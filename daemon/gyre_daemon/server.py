@@ -103,10 +103,6 @@ class UnixListener:
     def __init__(self, address: UnixAddress, may_connect: MayConnect) -> None:
         """Claim the address and bind its side channel.
 
-        Args:
-            address: a Unix socket's.
-            may_connect: see `SideChannel`.
-
         Raises:
             ConfigError: another daemon has the address, or it cannot be used.
         """
@@ -163,8 +159,7 @@ async def watch_listeners(
     Args:
         listeners: bound.
         listen: starts a gRPC server at addresses whose paths are free.
-        set_serving: is called with False when a listener cannot be restored, and with True when
-            all are reachable again.
+        set_serving: is told False when a listener cannot be restored, and True when all are back.
     """
     problem = ""
     while True:
@@ -302,8 +297,7 @@ async def serve(
     Args:
         config: checked.
         fallback_index_dir: for indexes that can be stored nowhere else.
-        private: of a private daemon, which serves any dataset that a client defines; None for the
-            daemon of a node.
+        private: of a daemon that serves what its clients define; None for that of a node.
         reread: on SIGHUP, reads and checks the configuration again; None where there is no file.
         copy_workers: started.
 
@@ -423,13 +417,7 @@ class _Daemon:
         reread: Callable[[], DaemonConfig] | None,
         ports: Mapping[str, str],
     ) -> None:
-        """Serve until `stopping` is set, then drain. Failures in the background end it too.
-
-        Args:
-            addresses: of clients.
-            reread: see `serve`.
-            ports: bound ones, for the log.
-        """
+        """Serve until `stopping` is set, then drain. Failures in the background end it too."""
         if address := parse_http_address("metrics_listen", self._config.metrics_listen):
             application = metrics_application(new_registry(self._census))
             self._scrapes = HttpPort("metrics_listen", application)
@@ -666,15 +654,7 @@ class Reloader:
         sessions: SessionTable,
         policy: Policy,
     ) -> None:
-        """Keep the objects that a reload needs.
-
-        Args:
-            running: the configuration in force.
-            reread: reads and checks the file; raises ConfigError where it cannot be used.
-            catalog: gets the datasets.
-            sessions: get the job weights, and end where their owner lost access.
-            policy: gets the rules.
-        """
+        """Keep what a reload changes; `reread` raises ConfigError where the file cannot be used."""
         self._running = running
         self._reread = reread
         self._catalog = catalog

@@ -189,7 +189,7 @@ class PrivateDaemon:
 
     def _start_once(self) -> tuple[int, str] | None:
         """Returns the exit status and the words of a daemon that ended before it answered."""
-        command = [sys.executable, "-m", "gyre_daemon", "serve", "--embedded"]
+        command = [sys.executable, "-m", "gyre_daemon", "serve"]
         # It forks the daemon, and ends with status 0 when that answers.
         starter = subprocess.Popen(
             [*command, "--socket-dir", str(self._folder.path)],

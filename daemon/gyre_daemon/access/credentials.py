@@ -52,15 +52,10 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def read_file(path: Path, setting: str, *, is_secret: bool) -> bytes:
-    """The contents of a file of the operator.
+    """The contents of a file that the setting names, for errors such as "tls_key".
 
     A secret must belong to root or to this process's user, and nobody else may read or write it.
     The group may read it if root owns it: so an orchestrator hands secrets to a user.
-
-    Args:
-        path: the file.
-        setting: the setting that names it, for the error: "tls_key".
-        is_secret: whether others must not read it.
 
     Raises:
         ConfigError: it cannot be read, is no regular file, is too large, or others may use it.
@@ -116,12 +111,7 @@ class CertificateFiles:
     """
 
     def __init__(self, certificate: str, key: str, client_ca: str) -> None:
-        """Read the files.
-
-        Args:
-            certificate: a path.
-            key: a path.
-            client_ca: a path; empty where clients need no certificate.
+        """Read the files; `client_ca` is empty where clients need no certificate.
 
         Raises:
             ConfigError: a file cannot be used, or the key does not belong to the certificate.
@@ -264,11 +254,7 @@ class FailureLimit:
         self._num_unlogged = 0
 
     def refuse(self, address: str, reason: NotAuthenticated) -> NotAuthenticated | Overloaded:
-        """Count and log a failure.
-
-        Args:
-            address: the caller's IP address.
-            reason: why the credential is refused.
+        """Count and log a failure of an IP address.
 
         Returns:
             The error to send: the reason or, after too many, that there were too many.
@@ -320,11 +306,7 @@ class TokenStore:
     """The tokens of all files, by name. The files are read again when they change."""
 
     def __init__(self, files: Mapping[str, str], clock: Callable[[], float] = time.time) -> None:
-        """Read all files.
-
-        Args:
-            files: by the name that their tokens stand for.
-            clock: seconds since the epoch.
+        """Read all files, by the name that their tokens stand for.
 
         Raises:
             ConfigError: a name or a file cannot be used, or two names have one token.

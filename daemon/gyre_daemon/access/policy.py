@@ -39,7 +39,8 @@ from gyre_protos.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gyre_daemon.config import DaemonConfig, LimitsConfig, UserLimits, sources_below
+from gyre_daemon.config import DaemonConfig, LimitsConfig, UserLimits
+from gyre_daemon.config.load import sources_below
 from gyre_daemon.errors import ConfigError, NotAllowed, Overloaded
 from gyre_daemon.runtime.threads import Bucket
 
@@ -139,11 +140,7 @@ def _named(config: DaemonConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_name(pattern: str, where: str) -> None:
-    """Refuse a pattern that no name matches.
-
-    Args:
-        pattern: of a job or a common name.
-        where: the place of the pattern, for the error.
+    """Refuse a pattern that no job's or common name matches; `where` is its place, for the error.
 
     Raises:
         ConfigError: it is empty or has control characters, or one of its sets is not closed or has
@@ -166,22 +163,15 @@ def _check_user(pattern: str, where: str) -> None:
     check_name(pattern, where)
     wild = _WILDCARD.search(pattern)
     literal = pattern[: wild.start()] if wild else pattern
-    if not _may_begin(literal, (*_KINDS, ANONYMOUS.name), is_whole=wild is None):
+    is_named = any(each != literal and literal.startswith(each) for each in _KINDS)
+    may_become = wild and any(each.startswith(literal) for each in (*_KINDS, ANONYMOUS.name))
+    if not (is_named or may_become or literal == ANONYMOUS.name):
         raise ConfigError(
             f"{where}; a user is named `uid:1004`, `token:NAME`, `certificate:NAME` or "
             f"`{ANONYMOUS.name}`"
         )
     if not wild and literal.startswith("uid:") and not _UID.fullmatch(literal[4:]):
         raise ConfigError(f"{where}; `uid:` takes a user's number")
-
-
-def _may_begin(literal: str, names: Sequence[str], *, is_whole: bool) -> bool:
-    """Whether a principal's name can begin so, or equals the text if the pattern is only that."""
-    if literal == ANONYMOUS.name or any(
-        literal.startswith(kind) and (literal != kind or not is_whole) for kind in _KINDS
-    ):
-        return True
-    return not is_whole and any(name.startswith(literal) for name in names)
 
 
 _MAX_ID = 2**32 - 2  # the kernel's; one more stands for "no user"
@@ -235,11 +225,7 @@ def own_user() -> Rules:
 
 
 def parse_allow(entries: Sequence[str], key: str) -> Rules:
-    """The rules of a list `allow`; the default where no entry admits a caller.
-
-    Args:
-        entries: as the module says.
-        key: the list's name in the configuration, for errors.
+    """The rules of a list `allow`, called `key`; the default where no entry admits a caller.
 
     Raises:
         ConfigError: an entry has an unknown word, user or group; the error names the nearest known
@@ -468,12 +454,7 @@ class Limits:
     def __init__(
         self, config: LimitsConfig | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """No caller is known yet.
-
-        Args:
-            config: the operator's limits; None for no limits at all, on a private daemon.
-            clock: returns the time in seconds.
-        """
+        """No caller is known yet; None, as in a private daemon, limits none."""
         self._config = config
         self._requests = Rates(clock)
         self._chains = Rates(clock, _CHAINS_AT_ONCE / _CHAINS_PER_S)
@@ -514,10 +495,6 @@ class Limits:
     def count_chain(self, user: str, chain: bytes) -> None:
         """Count transforms or a way to pack that a user declares, unless it did so lately.
 
-        Args:
-            user: the name of a principal.
-            chain: tells it and its dataset from others.
-
         Raises:
             Overloaded: the user declares too many different ones.
         """
@@ -540,8 +517,7 @@ class Limits:
         """How a user's control stream is slowed down.
 
         Returns:
-            A function that takes the size of a message that was handled, in bytes, and returns for
-            how many seconds the next is not to be read.
+            A function from the bytes of a message to the seconds before the next is to be read.
         """
 
         def pause_s(num_bytes: int) -> float:

@@ -5,16 +5,12 @@ or a `ConfigError` that names the key. Imported by whatever has settings.
 """
 
 from gyre_daemon.config.load import (
-    ENVIRONMENT_PREFIX,
     SCALAR_KEYS,
-    EffectiveConfig,
     load,
     mixture_height,
     parse_dataset,
     parse_limits,
     parse_pack,
-    rendered,
-    sources_below,
 )
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,
@@ -31,12 +27,10 @@ from gyre_daemon.config.schema import (
 )
 
 __all__ = [
-    "ENVIRONMENT_PREFIX",
     "MAX_PREFETCH_BATCHES",
     "SCALAR_KEYS",
     "DaemonConfig",
     "DatasetConfig",
-    "EffectiveConfig",
     "LimitsConfig",
     "MixtureConfig",
     "PackConfig",
@@ -50,6 +44,4 @@ __all__ = [
     "parse_options",
     "parse_pack",
     "parse_size",
-    "rendered",
-    "sources_below",
 ]

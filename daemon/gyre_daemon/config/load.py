@@ -443,14 +443,10 @@ _SPREAD = ("uri", "options", "storage", "mixture")
 
 
 def rendered(effective: EffectiveConfig, redact: Callable[[str], str]) -> str:
-    """The configuration in force.
+    """The configuration in force, as TOML with the origin of each value.
 
-    TOML with the meaning of all sources together. Secrets are left out; only their keys are shown.
-    Keys that are not set and have no default stand in comments.
-
-    Args:
-        effective: from `load`.
-        redact: takes credentials out of a URI.
+    Secrets are left out; only their keys are shown. Keys that are not set and have no default stand
+    in comments. `redact` takes credentials out of a URI.
     """
     config = effective.config
     lines = [
@@ -495,14 +491,7 @@ def _dataset(
 
 
 def _table(title: str, table: Any, given: Any, otherwise: str = "default") -> Iterator[str]:
-    """A table and its values.
-
-    Args:
-        title: as it stands in the file.
-        table: a dataclass or a mapping.
-        given: the file's table; has the keys that come from it.
-        otherwise: where the others come from.
-    """
+    """A table and its values; those that are not `given` in the file come otherwise."""
     if is_dataclass(table):
         table = {each.name: getattr(table, each.name) for each in fields(table)}
     yield f"\n[{title}]"

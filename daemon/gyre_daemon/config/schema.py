@@ -106,12 +106,9 @@ Options = TypeVar("Options")
 
 
 def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:
-    """Build a frozen dataclass of options from a TOML table.
+    """Build a frozen dataclass of options from a TOML table, or one of text.
 
-    Args:
-        cls: a dataclass; its annotations may carry msgspec's `Meta`.
-        table: values by key, as TOML or text gives them.
-        where: the table in words, for the error.
+    Annotations may carry msgspec's `Meta`. `where` is the table in words, for the error.
 
     Raises:
         ConfigError: names the key, and the nearest known one where it is unknown.
@@ -396,10 +393,6 @@ def default_memory_budget() -> int:
 def check_memory_budget(budget_bytes: int, limit_bytes: int | None) -> None:
     """Refuse a memory budget above the control group's limit, where the kernel kills the daemon.
 
-    Args:
-        budget_bytes: the setting `memory_budget`.
-        limit_bytes: of the control group; None for none.
-
     Raises:
         ConfigError: the budget is larger than the limit.
     """
@@ -412,17 +405,10 @@ def check_memory_budget(budget_bytes: int, limit_bytes: int | None) -> None:
 
 
 def memory_limit_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """The lowest memory limit of this process's control group and its parents.
+    """The lowest memory limit of this process's control group and its parents; None for none.
 
     As cgroups(7) says, a line of the membership is `ID:CONTROLLERS:PATH`, and `0::PATH` in version
     2. In a container the path may be the host's; then the limit is found at the root of the mount.
-
-    Args:
-        cgroups: where the control groups are mounted.
-        membership: the file that says which groups the process is in.
-
-    Returns:
-        The limit, or None where no group has one.
     """
     limits = []
     for line in _text(membership).splitlines():

@@ -34,11 +34,11 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import accumulate
 from operator import add, sub
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from gyre_daemon.errors import GyreError
 
@@ -55,13 +55,7 @@ class Declared(NamedTuple):
 
 
 def counter(name: str, text: str, **labels: str) -> Any:
-    """A field that counts from 0.
-
-    Args:
-        name: of the metric, without `_total`.
-        text: its meaning.
-        labels: that tell fields of one name apart.
-    """
+    """A field that counts from 0; `name` is without `_total`; labels tell equal names apart."""
     return field(default=0, metadata={_METRIC: Declared("counter", name, text, labels)})
 
 
@@ -71,12 +65,9 @@ def gauge(name: str, text: str, default: float = 0, **labels: str) -> Any:
 
 
 def labelled(*names: str, of: Any = None) -> Any:
-    """A mapping with a series for each key.
+    """A mapping with a series for each key, whose parts are the values of the labels.
 
-    Args:
-        names: of the labels, whose values are the parts of a key.
-        of: `counter(...)` or `gauge(...)` if the values are numbers; otherwise they are
-            dataclasses with metrics.
+    Its values are dataclasses with metrics, or numbers `of` a `counter(...)` or `gauge(...)`.
     """
     metadata = {**(of.metadata if of else {}), _LABELS: names}
     return field(default_factory=dict, metadata=metadata)
@@ -136,8 +127,24 @@ def _of_value(
 _KEPT = 0.9
 
 
+class _Sums:
+    """Dataclasses of numbers: the sum of two is that of each field."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        return self._with(add, other)
+
+    def __sub__(self, other: Self) -> Self:
+        return self._with(sub, other)
+
+    def _with(self, work: Callable[[Any, Any], Any], other: Self) -> Self:
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        return type(self)(*(work(getattr(self, name), getattr(other, name)) for name in names))
+
+
 @dataclass(frozen=True, slots=True)
-class WindowTimes:
+class WindowTimes(_Sums):
     """Integrals over time since a session's start; they never fall."""
 
     ready_batch_s: float = counter(
@@ -161,22 +168,12 @@ class WindowTimes:
         "Time in which a trainer would have taken a batch that waited for a processor.",
     )
 
-    def __add__(self, other: "WindowTimes") -> "WindowTimes":
-        return WindowTimes(*map(add, astuple(self), astuple(other)))
-
-    def __sub__(self, other: "WindowTimes") -> "WindowTimes":
-        return WindowTimes(*map(sub, astuple(self), astuple(other)))
-
 
 class Occupancy:
     """Integrates the state of one session's window."""
 
     def __init__(self, now: float) -> None:
-        """The window is empty and no client waits, until the first `note`.
-
-        Args:
-            now: in seconds of a monotonic clock, as everywhere here.
-        """
+        """The window is empty and no client waits until the first `note`; `now` is monotonic."""
         self._since = now
         self._num_ready = self._size = 0
         self._is_batch_late = self._is_trainer_late = False
@@ -265,7 +262,7 @@ OTHERS = JobKey("", "_others")  # all jobs without separate counters
 
 
 @dataclass(frozen=True, slots=True)
-class SessionTotals:
+class SessionTotals(_Sums):
     """Totals of a session; the sum of two is that of both."""
 
     num_batches: int = counter("gyre_job_batches_sent", "Batches sent to the trainers of a job.")
@@ -282,13 +279,9 @@ class SessionTotals:
         "Samples sent to the trainers of a job in place of corrupt ones.",
     )
 
-    def __add__(self, other: "SessionTotals") -> "SessionTotals":
-        names = [each.name for each in fields(self)]
-        return SessionTotals(*(getattr(self, name) + getattr(other, name) for name in names))
-
 
 @dataclass(frozen=True, slots=True)
-class SessionGauges:
+class SessionGauges(_Sums):
     """Present state of a session; the sum of two is that of both."""
 
     num_ready: int = gauge("gyre_job_window_ready_batches", "Ready batches that were not sent.")
@@ -302,9 +295,6 @@ class SessionGauges:
     memory_limit_bytes: int = gauge(
         "gyre_job_memory_reserved_bytes", "Memory reserved for its batches."
     )
-
-    def __add__(self, other: "SessionGauges") -> "SessionGauges":
-        return SessionGauges(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)
@@ -342,11 +332,7 @@ class Jobs:
     def totals(
         self, live: Iterable[tuple[JobKey, SessionTotals]]
     ) -> Mapping[JobKey, SessionTotals]:
-        """The totals of each job, over its closed and its open sessions.
-
-        Args:
-            live: for each open session, the job that it is counted under and its totals now.
-        """
+        """The totals of each job, over its closed and its open sessions, which are `live`."""
         sums = {key: job.past for key, job in self._jobs.items()}
         for key, totals in live:
             sums[key] += totals

@@ -21,13 +21,7 @@ _LOGGER = logging.getLogger("gyre_daemon")
 def log_event(
     event: str, facts: Mapping[str, object] | None = None, level: int = logging.INFO
 ) -> None:
-    """Write one line.
-
-    Args:
-        event: in a few words that never vary.
-        facts: the objects of the event, and amounts.
-        level: one of the logging module's.
-    """
+    """Write one line: the event, in a few words that never vary, and its objects and amounts."""
     _LOGGER.log(level, event, extra={"facts": dict(facts or {})})
 
 
@@ -40,9 +34,7 @@ def debug_event(event: str, facts: Mapping[str, object]) -> None:
 def start_log(level: str, style: str = "json") -> None:
     """Send events of this level and above to standard error.
 
-    Args:
-        level: debug, info, warning or error.
-        style: json, text, or auto, which is text on a terminal and JSON elsewhere.
+    The style is json, text, or auto: text on a terminal and JSON elsewhere.
     """
     handler = logging.StreamHandler(sys.stderr)
     is_text = style == "text" or (style == "auto" and sys.stderr.isatty())

@@ -242,12 +242,7 @@ class Connections(Struct):
 
     @contextlib.contextmanager
     def call(self, peer: str, *, is_proven: bool) -> Iterator[None]:
-        """Note a call over TCP that was admitted, as long as it goes on.
-
-        Args:
-            peer: as gRPC calls it.
-            is_proven: whether its caller has proved who it is.
-        """
+        """Note a call over TCP that was admitted, as long as it goes on; gRPC names its peer."""
         calls = self._calls.setdefault(Peer.of_grpc(peer), _Calls(self.clock()))
         calls.is_proven |= is_proven
         calls.num_calls += 1
@@ -288,12 +283,8 @@ class Connections(Struct):
     def close_for_memory(self, own_bytes: int, limit_bytes: int, readers: Collection[int]) -> None:
         """Where the daemon's own memory exceeds its limit, close the newest half of connections.
 
-        Those with a session are left alone, over TCP those with a call that goes on.
-
-        Args:
-            own_bytes: in use.
-            limit_bytes: of them.
-            readers: processes of this machine that have a session.
+        Those with a session are left alone: over TCP those with a call that goes on, and of this
+        machine those of the processes `readers`.
         """
         if own_bytes <= limit_bytes:
             return
@@ -340,11 +331,7 @@ class Connections(Struct):
 
 
 def own_limit_bytes(limit_bytes: int | None) -> int:
-    """The memory that the daemon itself may use, beyond batches and cache.
-
-    Args:
-        limit_bytes: of this process's control group; None for none.
-    """
+    """The memory that the daemon itself may use, beyond batches and cache, by its group's limit."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(_LEAST_OWN_BYTES, int(_OWN_SHARE * min(machine, limit_bytes or machine)))
 

@@ -200,10 +200,7 @@ def check_tls(
 ) -> None:
     """Refuse `tls:` addresses that the configuration cannot serve, or that anybody could use.
 
-    Args:
-        addresses: where the daemon is to listen.
-        has_certificate: whether there are a certificate and a key.
-        has_credentials: whether callers can prove who they are: with a token, or a certificate.
+    Callers have credentials where a token or a certificate can prove who they are.
 
     Raises:
         ConfigError: names the missing file.

@@ -63,12 +63,7 @@ class DaemonThreads(Executor):
     """An executor of daemon threads, started when they are needed."""
 
     def __init__(self, max_threads: int, name: str) -> None:
-        """Start no thread yet.
-
-        Args:
-            max_threads: that work at once; further work waits.
-            name: of the threads.
-        """
+        """Start no thread yet; with `max_threads` at work, further work waits."""
         self.max_threads = max_threads
         self._name = name
         self._lock = threading.Lock()
@@ -170,9 +165,7 @@ class DaemonThreads(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse further work, and let idle threads end; threads with work are never joined.
 
-        Args:
-            wait: without effect.
-            cancel_futures: without effect: work that waits is done, if the process lives on.
+        Both arguments are without effect: work that waits is done, if the process lives on.
         """
         with self._lock:
             self._is_shut_down = True
@@ -227,9 +220,7 @@ async def compute(
 async def in_thread(work: Callable[[], Result], name: str) -> Result:
     """Wait for the result of `work`, or its exception, in a thread that serves nothing else.
 
-    Args:
-        work: may wait for ever. If the caller is cancelled, the thread goes on alone.
-        name: of the thread.
+    `work` may wait for ever. If the caller is cancelled, the thread goes on alone.
     """
     threads = DaemonThreads(1, name)
     try:
@@ -245,12 +236,7 @@ class LoopThreads:
     """
 
     def __init__(self, threads: DaemonThreads, *, counts_cancelled: bool = False) -> None:
-        """Read nothing yet.
-
-        Args:
-            threads: that read.
-            counts_cancelled: whether a cancelled read keeps its turn until its thread returns.
-        """
+        """Read nothing yet; cancelled reads may count until their thread returns."""
         self._threads = threads
         self._counts_cancelled = counts_cancelled
         self._loop = asyncio.get_running_loop()
@@ -359,12 +345,7 @@ class Claims:
     __slots__ = ("_asking", "_urgency")
 
     def __init__(self, flow: Flow, urgency: int) -> None:
-        """One job needs it.
-
-        Args:
-            flow: the job.
-            urgency: as for `FairQueue.ask`.
-        """
+        """One job needs it, with an urgency as for `FairQueue.ask`."""
         self._urgency = {flow: urgency}
         self._asking: list[_Ask] = []
 
@@ -431,11 +412,7 @@ class FairQueue:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Nobody has a turn.
-
-        Args:
-            capacity: how many turns may be taken at once.
-        """
+        """Nobody has a turn; at most `capacity` turns may be taken at once."""
         self._capacity = capacity
         self.num_taken = 0
         self._now = 0.0  # virtual
@@ -611,13 +588,7 @@ class FairExecutor:
         """Do computation or blocking I/O in a thread, when it is the flow's turn.
 
         A thread cannot be stopped: if the caller is cancelled, the turn lasts until the work ends.
-
-        Args:
-            flow: the job that asks.
-            cost: as for `FairQueue.ask`, in bytes; work that takes longer than a copy of
-                these is charged by its time.
-            urgency: as for `FairQueue.ask`.
-            work: called in the thread.
+        Costs are bytes; work that takes longer than a copy of these is charged by its time.
 
         Returns:
             The work's result; its exceptions are raised.
@@ -677,13 +648,7 @@ class Bucket:
     """Full at first, and refilled with time."""
 
     def __init__(self, capacity: float, per_s: float, now_s: float) -> None:
-        """Fill it.
-
-        Args:
-            capacity: the most that it holds: so many times at once.
-            per_s: its gain in a second.
-            now_s: of a clock that never goes back.
-        """
+        """Fill it; `now_s` is of a clock that never goes back."""
         self._capacity = capacity
         self._per_s = per_s
         self._level = capacity

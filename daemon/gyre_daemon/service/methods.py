@@ -165,16 +165,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> None:
         """Serve the datasets of a catalog.
 
-        Args:
-            catalog: the datasets.
-            sessions: the open ones.
-            callers: tells who calls.
-            policy: the permissions of each caller.
-            copy_workers: counted in the status.
-            transforms: makes datasets whose samples are transformed.
-            measurer: finds how long these samples are.
-            config: of the daemon.
-            drain: lets the daemon stop, and returns the seconds until it does at the latest.
+        `drain` lets the daemon stop, and returns the seconds until it does at the latest.
         """
         self._catalog = catalog
         self._sessions = sessions

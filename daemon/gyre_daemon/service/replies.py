@@ -6,8 +6,9 @@ sentence: the object, the figure, what to change. Its limits are those of the al
 """
 
 import functools
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,6 +17,8 @@ import numpy as np
 from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_daemon.config import DaemonConfig
+from gyre_daemon.config.schema import memory_limit_bytes
 from gyre_daemon.datasets.codecs import LengthHistogram
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
@@ -27,27 +30,17 @@ from gyre_daemon.monitoring.metrics import Census, Lately, WindowTimes, series_o
 from gyre_daemon.order.cursor import NUM_BEFORE
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.steps import SkippedSteps
+from gyre_daemon.runtime.limits import descriptor_shares, own_bytes
 from gyre_daemon.sessions.session import Sent, Session
+from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.engine.endpoint import Endpoint
-from gyre_daemon.storage.mounts import Mount
+from gyre_daemon.storage.mounts import MOUNTS, Mount
 
 if TYPE_CHECKING:
-    from gyre_daemon.datasets.indexing.linting import FindingKind, LintProgress
-import os
-from collections.abc import Iterator
-
-from gyre_daemon.config import DaemonConfig
-from gyre_daemon.config.schema import memory_limit_bytes
-from gyre_daemon.runtime.limits import descriptor_shares, own_bytes
-from gyre_daemon.sessions.table import SessionTable
-from gyre_daemon.storage.mounts import MOUNTS
+    from gyre_daemon.datasets.indexing.linting import LintProgress
 
 Kind = TypeVar("Kind", bound=Message)
 
-_FINDINGS: "dict[FindingKind, pb.LintFinding.Kind.ValueType]" = {
-    "corrupt": pb.LintFinding.KIND_CORRUPT,
-    "odd": pb.LintFinding.KIND_ODD,
-}
 # Sessions of one shared stream are sent the same batch groups, and each message is built once.
 _MESSAGES: WeakKeyDictionary[BatchGroup, pb.BatchGroup] = WeakKeyDictionary()
 
@@ -128,7 +121,8 @@ def from_lint_progress(progress: "LintProgress") -> pb.LintProgress:
         pb.LintProgress,
         progress,
         findings=[
-            like(pb.LintFinding, each, kind=_FINDINGS[each.kind]) for each in progress.findings
+            like(pb.LintFinding, each, kind=pb.LintFinding.Kind.Value(f"KIND_{each.kind.upper()}"))
+            for each in progress.findings
         ],
         num_decoded=progress.media.get("", 0),
         not_decoded={reason: num for reason, num in progress.media.items() if reason},
@@ -371,12 +365,9 @@ def from_mount(mount: Mount) -> pb.Mount:
 
 
 def from_timing(timing: BatchTiming, now: float, reader: str | None) -> pb.BatchTiming:
-    """The timing of a batch.
+    """The timing of a batch as of `now`, of the same clock.
 
-    Args:
-        timing: of the batch.
-        now: a time of the clock that it was taken with.
-        reader: the user who may see it, and the names of no other user's jobs; None for all.
+    The user `reader` sees the names of no other user's jobs; None sees all.
     """
     return like(
         pb.BatchTiming,

@@ -94,10 +94,6 @@ def to_order(message: pb.OrderSpec) -> Order:
 def to_balance(message: pb.OrderSpec, world_size: int) -> CostRule | None:
     """The cost rule of samples, if each global batch is to be shared out by it.
 
-    Args:
-        message: the client's request.
-        world_size: how many ranks share.
-
     Raises:
         InvalidRequest: see `CostRule` and its `check`.
     """
@@ -110,17 +106,11 @@ def to_balance(message: pb.OrderSpec, world_size: int) -> CostRule | None:
 
 
 def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes = b"") -> Order:
-    """The order on a dataset.
+    """The order of `to_order` on a dataset.
 
     Where blocks are chunks, their size decides the default window: all daemons choose the same,
-    because equal datasets have equal chunks. A job whose dataset grows keeps the window that it
-    began with.
-
-    Args:
-        order: from `to_order`.
-        message: the client's request.
-        dataset: whose samples it goes through.
-        cursor: of a job that resumes; empty where it begins.
+    because equal datasets have equal chunks. A job whose dataset grows, and which resumes at a
+    cursor, keeps the window that it began with.
 
     Raises:
         CursorRejected: the cursor is none.

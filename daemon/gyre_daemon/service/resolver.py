@@ -16,7 +16,6 @@ from gyre_daemon.datasets.dataset import Dataset, balance_of, bucket_lengths, sh
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.concat import View
 from gyre_daemon.datasets.indexing.catalog import Catalog
-from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.errors import InvalidRequest, NotAllowed, Overloaded, UnknownDataset
 from gyre_daemon.fetching.columns import Measurer, Measuring, unheld
 from gyre_daemon.fetching.dataset_opener import DatasetOpener
@@ -52,12 +51,6 @@ _THOSE_OF_THE_RUN = (
     "the list of its Loader(transform=...)"
 )
 _FAR = 1 << 62  # beyond any shard
-_CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
-    "indexed": pb.SHARD_CHANGE_INDEXED,
-    "kept": pb.SHARD_CHANGE_KEPT,
-    "restored": pb.SHARD_CHANGE_RESTORED,
-    "changed": pb.SHARD_CHANGE_CHANGED,
-}
 
 
 class Source(Struct, frozen=True):
@@ -80,13 +73,7 @@ class LongCalls:
     def __init__(
         self, most: int, doing: str, exempt: Callable[[Principal], bool] | None = None
     ) -> None:
-        """Count nothing yet.
-
-        Args:
-            most: the calls that a user may have at once on one dataset.
-            doing: a verb, for messages.
-            exempt: whether a caller may have any number; None where no caller may.
-        """
+        """Allow a user so many calls at once on one dataset; `doing` is a verb, for messages."""
         self._most, self._doing, self._exempt = most, doing, exempt
         self._num: Counter[tuple[str, str]] = Counter()
 
@@ -125,16 +112,7 @@ class Resolver(DatasetOpener):
         measurer: Measurer,
         prefetch_batches: int,
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            catalog: the datasets.
-            sessions: gets the sessions.
-            policy: the permissions of each caller.
-            transforms: makes datasets whose samples are transformed.
-            measurer: finds how long these samples are.
-            prefetch_batches: the window of a session that asks for none; 0 for the default.
-        """
+        """Open nothing yet; sessions that ask for no window get `prefetch_batches`, if not 0."""
         super().__init__(catalog, transforms, measurer)
         self._sessions = sessions
         self._policy = policy
@@ -142,10 +120,6 @@ class Resolver(DatasetOpener):
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
         """Open a session, which begins to fetch at once.
-
-        Args:
-            owner: the caller.
-            request: the session that it asks for.
 
         Raises:
             NotAllowed: the owner may not read the dataset with this job.
@@ -208,13 +182,7 @@ class Resolver(DatasetOpener):
     ) -> Dataset:
         """See `made`.
 
-        Args:
-            name: from `resolve`.
-            config: from `resolve`.
-            declared: the client's transforms; None for those of the dataset's definition.
-            caller: who declares them.
-            needs_lengths: see `made`.
-            is_measured: see `made`.
+        The transforms are those that the caller declares, or None for those of the definition.
 
         Raises:
             Overloaded: the caller declares too many different ones; or as `made`.
@@ -287,7 +255,7 @@ class Resolver(DatasetOpener):
                     pb.IndexProgress,
                     progress,
                     shards_done=progress.num_done,
-                    change=_CHANGES[progress.change],
+                    change=pb.ShardChange.Value(f"SHARD_CHANGE_{progress.change.upper()}"),
                 )
         declared = requests.declared(request)
         tables = None if declared is None else requests.to_transforms(declared)

@@ -77,8 +77,6 @@ GYRED: dict[str, tuple[list[str], str, str]] = {
         "cannot read the configuration",
     ),
     "a config that is a folder": (["check-config", "--config", "{folder}"], "2", "cannot read"),
-    "embedded alone": (["serve", "--embedded"], "2", "go together"),
-    "socket-dir alone": (["serve", "--socket-dir", "{folder}"], "2", "go together"),
 }
 TRAIN: dict[str, tuple[list[str], str, str]] = {
     "no command": ([], "2", "required"),

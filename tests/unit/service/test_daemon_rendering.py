@@ -12,8 +12,8 @@ from gyre_daemon.config import (
     MixtureConfig,
     PackConfig,
     load,
-    rendered,
 )
+from gyre_daemon.config.load import rendered
 from gyre_daemon.config.schema import UserLimits
 from gyre_daemon.storage.location import redact
 from gyre_protos.text import MAX_KEY_PARTS, parse_toml
