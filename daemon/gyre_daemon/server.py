@@ -329,12 +329,10 @@ async def serve(
             if isinstance(address, UnixAddress):
                 listeners.append(UnixListener(address, limits.why_no_connection))
                 cleanup.callback(listeners[-1].close)
-        executor = DaemonThreads(config.num_io_threads, "gyre-io")
         daemon = _Daemon(
             config,
             fallback_index_dir,
             await _open_disk_cache(config),
-            executor,
             listeners,
             copy_workers,
             stopping,
@@ -353,7 +351,6 @@ class _Daemon:
         config: DaemonConfig,
         fallback_index_dir: Path,
         disk: DiskCache | None,
-        executor: DaemonThreads,
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
         stopping: asyncio.Event,
@@ -362,7 +359,8 @@ class _Daemon:
         probes: Probes,
     ) -> None:
         metrics = Metrics()
-        workers = FairExecutor(executor, config.num_io_threads)
+        threads = DaemonThreads(config.num_io_threads, "gyre-io")
+        workers = FairExecutor(threads, config.num_io_threads)
         self._config = config
         self._private = private
         self._listeners = listeners
@@ -612,35 +610,30 @@ _CHECKED_AT_ONCE = 200
 
 
 class _Reading(Struct, frozen=True):
-    """A configuration that was read, its changes, and its rules."""
+    """A configuration that was read, its rules, and how it differs from the one in force."""
 
     config: DaemonConfig
     policy: Policy
-    added: list[str]
-    removed: list[str]
-    changed: list[str]
-    reweighed: list[str]
-    need_restart: list[str]
+    differences: dict[str, list[str]]
 
-    @classmethod
-    def of(cls, reread: Callable[[], DaemonConfig], running: DaemonConfig) -> "_Reading":
-        """Read the configuration and compare it with the one in force.
 
-        Raises:
-            ConfigError: it cannot be used.
-        """
-        wanted = reread()
-        return cls(
-            wanted,
-            Policy(wanted),
-            *_differences(running.datasets, wanted.datasets),
-            sorted(itertools.chain(*_differences(running.job_weights, wanted.job_weights))),
-            [
-                key
-                for key in (*SCALAR_KEYS, "tokens")
-                if key != "admin" and getattr(running, key) != getattr(wanted, key)
-            ],
-        )
+def _read(reread: Callable[[], DaemonConfig], running: DaemonConfig) -> _Reading:
+    """Read the configuration and compare it with the one in force.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    wanted = reread()
+    names = ("added", "removed", "changed")
+    differences = dict(zip(names, _differences(running.datasets, wanted.datasets), strict=True))
+    weights = _differences(running.job_weights, wanted.job_weights)
+    differences["reweighed"] = sorted(itertools.chain(*weights))
+    differences["need_restart"] = [
+        key
+        for key in (*SCALAR_KEYS, "tokens")
+        if key != "admin" and getattr(running, key) != getattr(wanted, key)
+    ]
+    return _Reading(wanted, Policy(wanted), differences)
 
 
 class Reloader:
@@ -694,7 +687,7 @@ class Reloader:
         Raises:
             ConfigError: it cannot be used.
         """
-        reading = await in_thread(partial(_Reading.of, self._reread, self._running), "gyre-reload")
+        reading = await in_thread(partial(_read, self._reread, self._running), "gyre-reload")
         if self._running.datasets and not reading.config.datasets:
             raise ConfigError(
                 "the file has no dataset at all, as if it was empty or half-written; "
@@ -705,17 +698,13 @@ class Reloader:
     async def _apply(self, reading: _Reading) -> None:
         """Replace datasets, rules and weights; open sessions keep the dataset that they read."""
         running, wanted = self._running, reading.config
-        others = {*reading.removed, *reading.changed}
+        others = {*reading.differences["removed"], *reading.differences["changed"]}
         replaced = Counter(
             name for session in self._sessions if (name := session.request.dataset.name) in others
         )
         facts = {
-            "added": reading.added,
-            "removed": reading.removed,
-            "changed": reading.changed,
-            "reweighed": reading.reweighed,
+            **reading.differences,
             "limits_changed": running.limits != wanted.limits,
-            "need_restart": reading.need_restart,
             "sessions_on_replaced": dict(replaced),
         }
         log_event("reloaded", facts)

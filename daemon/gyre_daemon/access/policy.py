@@ -298,25 +298,22 @@ def _user(name: str, where: str) -> int:
     try:
         return pwd.getpwnam(name).pw_uid
     except (KeyError, ValueError):
-        known = _nearest(name, lambda: [each.pw_name for each in pwd.getpwall()])
-    raise ConfigError(
-        f"{where}, but this machine has no user of that name; {known}`uid:` works too"
-    )
+        known = [each.pw_name for each in pwd.getpwall()]
+    raise ConfigError(f"{where}, {_unknown('user', name, known)}`uid:` works too")
 
 
 def _group(name: str, where: str) -> int:
     try:
         return grp.getgrnam(name).gr_gid
     except (KeyError, ValueError):
-        known = _nearest(name, lambda: [each.gr_name for each in grp.getgrall()])
-    raise ConfigError(
-        f"{where}, but this machine has no group of that name; {known}a group's number works too"
-    )
+        known = [each.gr_name for each in grp.getgrall()]
+    raise ConfigError(f"{where}, {_unknown('group', name, known)}a group's number works too")
 
 
-def _nearest(name: str, names: Callable[[], list[str]]) -> str:
-    close = difflib.get_close_matches(name, names(), n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean {close[0]!r}? " if close else ""
+    return f"but this machine has no {kind} of that name; {advice}"
 
 
 def _literal(text: str) -> str:

@@ -272,7 +272,8 @@ def _parse_datasets(
         for name, entry in datasets.items()
     }
     parsed |= {name: parse_mixture(name, entry) for name, entry in mixtures.items()}
-    check_sources(parsed)
+    for name in parsed:
+        _check_sources(name, parsed, (name,))
     return parsed
 
 
@@ -320,22 +321,18 @@ def parse_limits(table: object) -> LimitsConfig:
     Raises:
         ConfigError: a key is unknown, or a value is out of range.
     """
-    tables = _converted_tables(table)
+    names = {each.name: f"limits.{each.name}" for each in fields(LimitsConfig)}
+    given = convert(table, dict[str, Any], "limits")
+    check_keys(given, names, "limits")
+    tables = {key: convert(value, dict[str, Any], names[key]) for key, value in given.items()}
     user = build(UserLimits, tables.get("user", {}), "limits.user")
     users = {}
     for pattern, entry in tables.get("users", {}).items():
         where = f"limits.users.{pattern}"
-        given = convert(entry, dict[str, Any], where)
-        names = {key: f"{where}.{key}" for key in given}
-        users[pattern] = replace(user, **converted(UserLimits, given, where, names))
+        own = convert(entry, dict[str, Any], where)
+        own_names = {key: f"{where}.{key}" for key in own}
+        users[pattern] = replace(user, **converted(UserLimits, own, where, own_names))
     return LimitsConfig(user, users)
-
-
-def _converted_tables(table: object) -> dict[str, dict[str, Any]]:
-    names = {each.name: f"limits.{each.name}" for each in fields(LimitsConfig)}
-    given = convert(table, dict[str, Any], "limits")
-    check_keys(given, names, "limits")
-    return {key: convert(value, dict[str, Any], names[key]) for key, value in given.items()}
 
 
 FORMAT = "mixture"  # as which a mixture is listed
@@ -344,7 +341,7 @@ _MAX_SOURCES = 32  # a cursor has a place for each, with its fingerprint
 
 
 def parse_mixture(name: str, table: object) -> DatasetConfig:
-    """Check one mixture by itself; `check_sources` checks it against its sources.
+    """Check one mixture by itself; its sources are checked by `_check_sources`.
 
     Raises:
         ConfigError: a key is unknown, has the wrong type, or does not fit the others.
@@ -387,17 +384,6 @@ def _check_values(where: str, values: Mapping[str, float], sources: tuple[str, .
         raise ConfigError(f"{where} is 0 for every source; one must be above 0")
 
 
-def check_sources(datasets: Mapping[str, DatasetConfig]) -> None:
-    """Refuse mixtures whose sources are missing, are themselves, or cannot be mixed.
-
-    Raises:
-        ConfigError: names the mixture and the source.
-    """
-    for name, config in datasets.items():
-        if config.mixture:
-            _check_source(name, datasets, (name,))
-
-
 def sources_below(name: str, datasets: Mapping[str, DatasetConfig]) -> tuple[str, ...]:
     """The sources of a mixture, with those of its sources; none of any other dataset."""
     mixture = datasets[name].mixture
@@ -413,7 +399,10 @@ def mixture_height(config: DatasetConfig, datasets: Mapping[str, DatasetConfig])
     return 1 + max((mixture_height(each, datasets) for each in sources), default=0)
 
 
-def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple[str, ...]) -> None:
+def _check_sources(
+    name: str, datasets: Mapping[str, DatasetConfig], above: tuple[str, ...]
+) -> None:
+    """Refuse a mixture whose sources are missing, are itself, or cannot be mixed."""
     mixture = datasets[name].mixture
     for source in mixture.sources if mixture else ():
         where = f"mixtures.{name}"
@@ -434,7 +423,7 @@ def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple
                 f"{where} has the source `{source}` with `pack`, which cannot be mixed. Name it a "
                 f"second time without it, and give {where} `pack`."
             )
-        _check_source(source, datasets, (*above, source))
+        _check_sources(source, datasets, (*above, source))
 
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")

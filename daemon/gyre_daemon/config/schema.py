@@ -105,30 +105,27 @@ def _leaves(value: object) -> Iterator[object]:
 Options = TypeVar("Options")
 
 
-def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:
+def parse_options(
+    cls: type[Options], table: Mapping[str, Any], where: str, naming: str = "{0} in {1}"
+) -> Options:
     """Build a frozen dataclass of options from a TOML table, or one of text.
 
-    Annotations may carry msgspec's `Meta`. `where` is the table in words, for the error.
+    Annotations may carry msgspec's `Meta`. `where` is the table in words, for the error, and
+    `naming` puts a key and these words together.
 
     Raises:
         ConfigError: names the key, and the nearest known one where it is unknown.
     """
-    return _built(cls, table, where, {key: f"{key} in {where}" for key in table})
-
-
-def build(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:
-    """As `parse_options`, for a table of the configuration; errors call its keys `where.key`."""
-    return _built(cls, table, where, {key: f"{where}.{key}" for key in table})
-
-
-def _built(
-    cls: type[Options], table: Mapping[str, Any], where: str, names: Mapping[str, str]
-) -> Options:
-    values = converted(cls, table, where, names)
+    values = converted(cls, table, where, {key: naming.format(key, where) for key in table})
     for each in fields(cls):  # type: ignore[arg-type]
         if each.name not in values and each.default is each.default_factory:  # both are MISSING
             raise ConfigError(f"`{each.name}` is missing in {where}")
     return cls(**values)
+
+
+def build(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:
+    """As `parse_options`, for a table of the configuration; errors call its keys `where.key`."""
+    return parse_options(cls, table, where, "{1}.{0}")
 
 
 def converted(

@@ -169,20 +169,20 @@ _malloc_trim = ctypes.CDLL(None).malloc_trim
 Clock = Callable[[], float]
 
 
-class Peer(NamedTuple):
+class Remote(NamedTuple):
     """The other end of a connection: an IP address and a port, or a process of this machine."""
 
     host: str
     number: int
 
     @classmethod
-    def of_grpc(cls, text: str) -> "Peer":
+    def of_grpc(cls, text: str) -> "Remote":
         """From gRPC's form: `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`."""
         host, _, port = unquote(text).partition(":")[2].rpartition(":")
         return cls(_plain(host.strip("[]")), int(port))
 
     @classmethod
-    def of_socket(cls, connection: socket.socket) -> "Peer":
+    def of_socket(cls, connection: socket.socket) -> "Remote":
         """The other end of a connected socket; of a Unix socket its process.
 
         Raises:
@@ -213,7 +213,7 @@ class _Connection(Struct, frozen=True):
     """A connection that this process has accepted; gRPC owns the socket behind `descriptor`."""
 
     descriptor: int
-    peer: Peer
+    peer: Remote
     calls: _Calls
 
     @property
@@ -232,7 +232,7 @@ class Connections(Struct):
     clock: Clock = time.monotonic
     _addresses: set[str | int] = field(default_factory=set)
     _found: dict[int, _Connection | None] = field(default_factory=dict)  # sockets, by inode
-    _calls: dict[Peer, _Calls] = field(default_factory=dict)
+    _calls: dict[Remote, _Calls] = field(default_factory=dict)
     _num_closed: int = 0
     _logged_at: float = -math.inf
 
@@ -243,7 +243,7 @@ class Connections(Struct):
     @contextlib.contextmanager
     def call(self, peer: str, *, is_proven: bool) -> Iterator[None]:
         """Note a call over TCP that was admitted, as long as it goes on; gRPC names its peer."""
-        calls = self._calls.setdefault(Peer.of_grpc(peer), _Calls(self.clock()))
+        calls = self._calls.setdefault(Remote.of_grpc(peer), _Calls(self.clock()))
         calls.is_proven |= is_proven
         calls.num_calls += 1
         try:
@@ -309,7 +309,7 @@ class Connections(Struct):
             name = found.getsockname()
             if (name if found.family == socket.AF_UNIX else name[1]) not in self._addresses:
                 return None
-            peer = Peer.of_socket(found)
+            peer = Remote.of_socket(found)
             calls = self._calls.setdefault(peer, _Calls(self.clock()))
             return _Connection(descriptor, peer, calls)
 
@@ -320,7 +320,7 @@ class Connections(Struct):
                 socket.socket(fileno=os.dup(each.descriptor)) as found,
             ):
                 # gRPC may have closed it, and the number may be another's by now.
-                if Peer.of_socket(found) == each.peer:
+                if Remote.of_socket(found) == each.peer:
                     found.shutdown(socket.SHUT_RDWR)
         self._num_closed += len(connections)
         now = self.clock()

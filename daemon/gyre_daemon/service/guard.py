@@ -13,14 +13,11 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from functools import partial
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -43,7 +40,7 @@ from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllow
 from gyre_daemon.memory.sidechannel import Peer, SideChannel
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.events import debug_event, log_event
-from gyre_daemon.runtime.limits import Connections
+from gyre_daemon.runtime.limits import Connections, Remote
 from gyre_daemon.storage.location import redact
 
 DOMAIN = "gyre"
@@ -254,45 +251,34 @@ class Callers:
         try:
             return self._identify(context)
         except NotAuthenticated as reason:
-            raise self._failures.refuse(address_of(context), reason) from None
+            raise self._failures.refuse(Remote.of_grpc(context.peer()).host, reason) from None
 
     def _identify(self, context: Context) -> Principal:
         token = _bearer_token(context)
         if token is not None:
             return Principal(f"token:{self._tokens.name_of(token)}")
         proven = context.auth_context()
-        self._check_certificate(proven)
+        chains = proven.get("x509_pem_cert_chain") or proven.get("x509_pem_cert") or ()
+        chain = next(iter(chains), b"")
+        if chain and expires_at(chain) <= self._clock():  # TLS checked it at the beginning
+            raise NotAuthenticated(
+                "the client's certificate has expired; connect again with a new one"
+            )
         if names := proven.get("x509_common_name") or proven.get("x509_subject_alternative_name"):
             return Principal(f"certificate:{_printable(next(iter(names)))}")
         if proven.get("x509_pem_cert"):
             raise NotAuthenticated("the client's certificate has neither a common name nor others")
-        if self._tokens and _has_tls(proven):
+        if self._tokens and b"ssl" in proven.get("transport_security_type", ()):
             raise NotAuthenticated(
                 "this daemon asks for a token, and the call has none; "
                 "set GYRE_TOKEN_FILE to a file that holds one"
             )
         return ANONYMOUS
 
-    def _check_certificate(self, proven: Mapping[str, Iterable[bytes]]) -> None:
-        """Refuse a certificate that expired after TLS checked it."""
-        chain = next(
-            iter(proven.get("x509_pem_cert_chain") or proven.get("x509_pem_cert") or ()), b""
-        )
-        if chain and expires_at(chain) <= self._clock():
-            raise NotAuthenticated(
-                "the client's certificate has expired; connect again with a new one"
-            )
-
 
 def is_local(context: Context) -> bool:
     """Whether the call came over a Unix socket."""
     return context.peer().startswith("unix:")
-
-
-def address_of(context: Context) -> str:
-    """The caller's IP address, out of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`."""
-    _, _, host_and_port = unquote(context.peer()).partition(":")
-    return host_and_port.rpartition(":")[0].strip("[]")
 
 
 def _bearer_token(context: Context) -> str | None:
@@ -304,10 +290,6 @@ def _bearer_token(context: Context) -> str | None:
                 raise NotAuthenticated("the authorization of the call is no bearer token")
             return text[len(_SCHEME) :].strip()
     return None
-
-
-def _has_tls(proven: Mapping[str, Iterable[bytes]]) -> bool:
-    return b"ssl" in proven.get("transport_security_type", ())
 
 
 def _printable(name: bytes) -> str:

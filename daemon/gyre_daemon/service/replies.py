@@ -290,12 +290,10 @@ def _times(times: WindowTimes) -> dict[str, float]:
 def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
     """The state of a daemon, without its process, its sessions and its endpoints."""
     counts = census.counts
-    return pb.DaemonStatus(
-        version=census.version,
+    return like(
+        pb.DaemonStatus,
+        census,
         draining=census.is_draining,
-        memory_reserved_bytes=census.memory_reserved_bytes,
-        memory_budget_bytes=census.memory_budget_bytes,
-        memory_abandoned_bytes=census.memory_abandoned_bytes,
         storage=[
             pb.StorageCount(**labels._asdict(), **asdict(count))
             for labels, count in sorted(counts.storage.items())
