@@ -184,8 +184,12 @@ def _in_memory(data: bytes) -> Iterator[str]:
 
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
-_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
-_TWENTIETH_CENTURY = 50  # UTCTime has two digits of the year; from here on they are of 19xx
+# In DER, the validity of a certificate (RFC 5280, section 4.1.2.5) is the first sequence of two
+# times, each a UTCTime, with two digits of the year, or a GeneralizedTime.
+_VALIDITY = re.compile(
+    rb"\x30.(?:\x17\x0d\d{12}Z|\x18\x0f\d{14}Z)(?:\x17\x0d(\d{12}Z)|\x18\x0f(\d{14}Z))", re.DOTALL
+)
+_TWENTIETH_CENTURY = b"50"  # from here on two digits are of 19xx
 
 
 @lru_cache(maxsize=1024)
@@ -198,38 +202,17 @@ def expires_at(chain: bytes) -> float:
     try:
         ends = [_not_after(ssl.PEM_cert_to_DER_cert(each)) for each in _PEM.findall(chain.decode())]
         return min(ends)
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise NotAuthenticated("the client's certificate cannot be read") from error
 
 
 def _not_after(certificate: bytes) -> float:
-    tbs, _ = _value(_value(certificate, 0, _SEQUENCE)[0], 0, _SEQUENCE)
-    at = _value(tbs, 0)[1] if tbs[0] == _VERSION else 0
-    for _ in ("serial number", "signature", "issuer"):
-        _, at = _value(tbs, at)
-    validity, _ = _value(tbs, at, _SEQUENCE)
-    _, at = _value(validity, 0)  # not before
-    kind = validity[at]
-    text = _value(validity, at)[0].decode("ascii")
-    if kind == _UTC_TIME:
-        text = ("19" if int(text[:2]) >= _TWENTIETH_CENTURY else "20") + text
-    elif kind != _GENERALIZED_TIME:
-        raise ValueError("no time")
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
-
-
-def _value(data: bytes, at: int, kind: int | None = None) -> tuple[bytes, int]:
-    """The contents of the DER element at a place, and where the next one begins."""
-    if kind is not None and data[at] != kind:
-        raise ValueError("another element")
-    size, begin = data[at + 1], at + 2
-    if size & 0x80:
-        num_bytes = size & 0x7F
-        size = int.from_bytes(data[begin : begin + num_bytes])
-        begin += num_bytes
-    if begin + size > len(data):
-        raise ValueError("cut off")
-    return data[begin : begin + size], begin + size
+    found = _VALIDITY.search(certificate)
+    if not found:
+        raise ValueError("no validity")
+    short, text = found.groups()
+    text = text or (b"19" if short[:2] >= _TWENTIETH_CENTURY else b"20") + short
+    return datetime.strptime(text.decode(), "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
 
 
 # Failures of one address to answer with their reason: ten at once, then one in six seconds.

@@ -77,7 +77,9 @@ def to_order(message: pb.OrderSpec) -> Order:
         )
     mode, blocks = _MODES[message.mode], (0, 0)
     if mode == "block":
-        blocks = _to_blocks(message)
+        window_blocks = message.window_blocks or default_window_blocks(message.global_batch_size)
+        blocks = message.io_block_bytes or default_io_block_bytes(window_blocks), window_blocks
+        check_blocks(*blocks)
     elif message.io_block_bytes or message.window_blocks:
         raise InvalidRequest(
             f"the order `{mode}` has neither blocks nor a window of them; ask for the order `block`"
@@ -123,14 +125,6 @@ def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes 
         return replace(order, window_blocks=min(max(1, window_blocks), _MAX_WINDOW_BLOCKS))
     mean_bytes = float(chunks.chunk_bytes.mean())
     return replace(order, window_blocks=window_of_chunks(order.window_blocks, mean_bytes))
-
-
-def _to_blocks(message: pb.OrderSpec) -> tuple[int, int]:
-    """The bytes of a block and the blocks of a window."""
-    window_blocks = message.window_blocks or default_window_blocks(message.global_batch_size)
-    io_block_bytes = message.io_block_bytes or default_io_block_bytes(window_blocks)
-    check_blocks(io_block_bytes, window_blocks)
-    return io_block_bytes, window_blocks
 
 
 def check_blocks(io_block_bytes: int, window_blocks: int) -> None:
