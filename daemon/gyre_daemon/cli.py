@@ -144,11 +144,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
 def _check_dataset(
     name: str, dataset: DatasetConfig, config: DaemonConfig, *, is_private: bool
 ) -> None:
-    """Refuse a definition that this daemon cannot serve; options of transforms are checked later.
-
-    Raises:
-        ConfigError: names the dataset and its fault.
-    """
+    """Refuse a definition that this daemon cannot serve, but for options of its transforms."""
     try:
         to_steps(
             dataset.transforms,

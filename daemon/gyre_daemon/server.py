@@ -93,12 +93,7 @@ Listen = Callable[[Sequence[UnixAddress]], Awaitable[object]]
 
 
 class UnixListener:
-    """The claim to one Unix address, and the side channel beside it.
-
-    Attributes:
-        address: where the gRPC server binds; this object does not bind it.
-        side_channel: bound.
-    """
+    """The claim to one Unix address, where a gRPC server binds, and the side channel beside it."""
 
     def __init__(self, address: UnixAddress, may_connect: MayConnect) -> None:
         """Claim the address and bind its side channel.
@@ -124,11 +119,7 @@ class UnixListener:
         self._claim.open_to_group()
 
     async def restore(self, listen: Listen) -> str:
-        """Make a missing lock file and missing sockets again; `listen` starts a gRPC server.
-
-        Returns:
-            Why clients cannot connect; empty if they can.
-        """
+        """Make missing files and sockets again; returns why clients cannot connect, or nothing."""
         was_reachable = self.is_reachable
         try:
             self._claim.claim()
@@ -253,11 +244,7 @@ class PrivateFolder(Struct, frozen=True):
     """The folder of a private daemon, which ends when no client has a lock on it.
 
     Each client holds a shared lock on the folder, and the kernel drops it however the client ends.
-
-    Attributes:
-        path: where the daemon's socket is.
-        descriptor: of the folder.
-        is_serving: called once the daemon serves.
+    `is_serving` is called once the daemon serves.
     """
 
     path: Path
@@ -618,11 +605,7 @@ class _Reading(Struct, frozen=True):
 
 
 def _read(reread: Callable[[], DaemonConfig], running: DaemonConfig) -> _Reading:
-    """Read the configuration and compare it with the one in force.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Read the configuration and compare it with the one in force."""
     wanted = reread()
     names = ("added", "removed", "changed")
     differences = dict(zip(names, _differences(running.datasets, wanted.datasets), strict=True))
@@ -682,11 +665,7 @@ class Reloader:
         notify("READY=1")
 
     async def _reading(self) -> _Reading:
-        """The configuration as it is now.
-
-        Raises:
-            ConfigError: it cannot be used.
-        """
+        """The configuration as it is now; raises ConfigError if it cannot be used."""
         reading = await in_thread(partial(_read, self._reread, self._running), "gyre-reload")
         if self._running.datasets and not reading.config.datasets:
             raise ConfigError(

@@ -90,13 +90,7 @@ def _check_private(found: os.stat_result, path: Path, setting: str) -> None:
 
 
 class Certificates(Struct, frozen=True):
-    """The certificates and key of a TLS server, in PEM.
-
-    Attributes:
-        chain: the daemon's certificate, then those that lead to its root.
-        key: the private key of the first.
-        client_ca: roots of clients' certificates; None where clients need none.
-    """
+    """The certificate chain of a TLS server, its private key and roots of clients' ones, in PEM."""
 
     chain: bytes
     key: bytes
@@ -104,11 +98,7 @@ class Certificates(Struct, frozen=True):
 
 
 class CertificateFiles:
-    """The files of the configuration, which are read again when they change.
-
-    Attributes:
-        current: their contents when they could last be used.
-    """
+    """The files of the configuration; `current` has their contents when they could last be used."""
 
     def __init__(self, certificate: str, key: str, client_ca: str) -> None:
         """Read the files; `client_ca` is empty where clients need no certificate.
@@ -412,12 +402,7 @@ def _digest(token: str) -> bytes:
 
 
 class Credentials(Struct, frozen=True):
-    """The files of the configuration that have to do with TLS and tokens.
-
-    Attributes:
-        certificates: None where the daemon has no certificate, and so no TLS.
-        tokens: of callers; may be empty.
-    """
+    """The files that have to do with TLS and tokens; without a certificate, there is no TLS."""
 
     certificates: CertificateFiles | None
     tokens: TokenStore

@@ -54,15 +54,8 @@ class Principal(Struct, frozen=True):
     """The identity of a caller: a user of this machine, or the holder of a credential.
 
     Sessions, limits and the audit log belong to `name`. Two callers with the same name may do the
-    same things, and share one limit.
-
-    Attributes:
-        name: "uid:1004" for a user of this machine, "token:ci" for the holder of that token,
-            "certificate:trainer-3" for a client certificate with that common name, "anonymous" for
-            an unknown caller.
-        uid: of a user of this machine; None for others.
-        gids: all groups of its process; empty for others.
-        pid: its process when it connected; 0 for others.
+    same things, and share one limit. The other fields are those of a user of this machine, with all
+    groups of its process, and that process when it connected.
     """
 
     name: str
@@ -179,15 +172,7 @@ _WORDS = ("uid", "user", "group", "token", "certificate", "job")
 
 
 class Rules(Struct, frozen=True):
-    """One list, parsed.
-
-    Attributes:
-        anyone: whether every caller is admitted.
-        uids: admitted users.
-        gids: groups whose members are admitted.
-        names: patterns of the names of principals that hold a credential.
-        jobs: patterns of names; a job must match one of them; empty for any job.
-    """
+    """One list, parsed: whom it admits; and patterns of jobs that it restricts them to, if any."""
 
     anyone: bool = False
     uids: frozenset[int] = frozenset()
@@ -566,20 +551,12 @@ class Rates:
         return len(self._buckets)
 
     def take(self, key: str, per_s: float) -> float:
-        """Take a token of a caller who gets this many per second.
-
-        Returns:
-            0, or the seconds until there is a token where there is none.
-        """
+        """Take a token of a caller; 0, or the seconds until there is one."""
         bucket = self._bucket(key, per_s)
         return 0.0 if bucket.take(self._clock()) else bucket.wait_s
 
     def charge(self, key: str, per_s: float, num: float) -> float:
-        """Take tokens, whether they are there or not.
-
-        Returns:
-            The seconds until none is owed.
-        """
+        """Take tokens, whether they are there or not; the seconds until none is owed."""
         return self._bucket(key, per_s).charge(self._clock(), num)
 
     def _bucket(self, key: str, per_s: float) -> Bucket:

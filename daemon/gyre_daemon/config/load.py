@@ -301,11 +301,7 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
 
 
 def parse_pack(table: object, where: str) -> PackConfig:
-    """Check how documents are packed.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value is out of range.
-    """
+    """Check how documents are packed; raises ConfigError for an unknown key or value."""
     keys = convert(table, dict[str, Any], where)
     if isinstance(lengths := keys.get("length"), list):
         raise ConfigError(
@@ -316,11 +312,7 @@ def parse_pack(table: object, where: str) -> PackConfig:
 
 
 def parse_limits(table: object) -> LimitsConfig:
-    """Check the table `limits`.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is out of range.
-    """
+    """Check the table `limits`; raises ConfigError for an unknown key or value."""
     names = {each.name: f"limits.{each.name}" for each in fields(LimitsConfig)}
     given = convert(table, dict[str, Any], "limits")
     check_keys(given, names, "limits")

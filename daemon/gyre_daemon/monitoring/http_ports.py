@@ -59,11 +59,7 @@ class Probes:
     """Answers to probes of a cluster's node or a load balancer.
 
     `/-/healthy` fails where the event loop hangs: restart the daemon. `/-/ready` also fails while
-    the daemon starts, drains, or has lost a socket: send no job.
-
-    Attributes:
-        loop_lag: of the daemon's event loop.
-        why_not_ready: empty while the daemon serves.
+    there is a reason in `why_not_ready`, as the daemon starts, drains, or has lost a socket.
     """
 
     def __init__(self, loop_lag: LoopLag) -> None:

@@ -74,13 +74,7 @@ def labelled(*names: str, of: Any = None) -> Any:
 
 
 class Series(NamedTuple):
-    """A metric with its labels, as `gyre status` shows it.
-
-    Attributes:
-        name: as Prometheus writes it: `gyre_errors_total{kind="CorruptSample"}`.
-        value: now.
-        meaning: of the metric.
-    """
+    """A metric as `gyre status` shows it, such as `gyre_errors_total{kind="CorruptSample"}`."""
 
     name: str
     value: float
@@ -247,12 +241,7 @@ MAX_JOBS = 64  # each has some 15 time series in Prometheus
 
 
 class JobKey(NamedTuple):
-    """A job, whose name is unique among those of one user.
-
-    Attributes:
-        user: whose job it is: the name of a principal.
-        name: as the client chose it.
-    """
+    """A job, by its user, the name of a principal, and the name that its client chose."""
 
     user: str
     name: str
@@ -312,11 +301,7 @@ class Jobs:
         self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
 
     def open(self, key: JobKey) -> JobKey:
-        """Count a session that opens.
-
-        Returns:
-            The job that the session is counted under until it is closed.
-        """
+        """Count a session that opens; returns the job that it is counted under until `close`."""
         if key not in self._jobs and not self._make_room():
             key = OTHERS
         self._jobs.setdefault(key, _Job()).num_open += 1
@@ -364,15 +349,7 @@ SILENCE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Lately:
-    """The rates and waits of a session in its last seconds.
-
-    Attributes:
-        elapsed_s: how many seconds these are.
-        batches_per_s: how many batches the trainer took.
-        bytes_per_s: payload of those batches.
-        times: of the prefetch window, in these seconds.
-        trainer_waited_s: how long the trainer had no batch, in these seconds.
-    """
+    """The rates and waits of a session in its last seconds, of batches that a trainer took."""
 
     elapsed_s: float
     batches_per_s: float
@@ -557,12 +534,7 @@ _INTERVAL_S = 0.25  # shorter intervals find shorter delays and wake an idle dae
 
 
 class LoopLag:
-    """A histogram of how late timers of the event loop were.
-
-    Attributes:
-        num_timers: how many were waited for.
-        sum_s: sum of their delays, in seconds.
-    """
+    """A histogram of how late timers of the event loop were: their number, and their sum in s."""
 
     def __init__(self) -> None:
         self.num_timers = 0
@@ -597,22 +569,7 @@ class LoopLag:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The figures of a daemon at one moment, for its status and its metrics.
-
-    Attributes:
-        version: of Gyre.
-        counts: since the daemon's start.
-        is_draining: whether the daemon is stopping.
-        memory_budget_bytes: the most that all sessions may reserve.
-        memory_reserved_bytes: reserved by all sessions.
-        memory_abandoned_bytes: closed arenas that some process still has.
-        num_sessions: open ones.
-        totals: of each job, since the daemon's start.
-        jobs: of the same jobs, now.
-        num_job_sessions: open sessions of the same jobs.
-        qualities: of the shuffle, by user, job and measure.
-        loop_lag: of the event loop.
-    """
+    """The figures of a daemon at one moment, for its status and its metrics; some by job."""
 
     version: str
     counts: Metrics

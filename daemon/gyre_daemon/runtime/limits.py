@@ -102,11 +102,7 @@ class SpareDescriptor:
     """One descriptor, free while it is lent."""
 
     def __init__(self) -> None:
-        """Take a descriptor.
-
-        Raises:
-            OSError: none is left.
-        """
+        """Take a descriptor; raises OSError if none is left."""
         self._descriptor = _take()
 
     @contextlib.contextmanager
@@ -198,10 +194,8 @@ class Remote(NamedTuple):
 class _Calls(Struct):
     """The calls of one peer, perhaps before its connection was found.
 
-    Attributes:
-        last_used: when the connection was found, or when its last call ended.
-        is_proven: a caller has proved on it who it is.
-        num_calls: calls that were admitted and have not ended.
+    It was last used when its connection was found, or when its last call ended; it is proven once a
+    caller has proved who it is.
     """
 
     last_used: float
@@ -223,11 +217,7 @@ class _Connection(Struct, frozen=True):
 
 
 class Connections(Struct):
-    """The connections that gRPC has accepted at some addresses.
-
-    Attributes:
-        clock: returns the time in seconds.
-    """
+    """The connections that gRPC has accepted at some addresses."""
 
     clock: Clock = time.monotonic
     _addresses: set[str | int] = field(default_factory=set)

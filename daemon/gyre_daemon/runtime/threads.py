@@ -45,8 +45,7 @@ class _Worker(Struct, eq=False):
     Attributes:
         clock: its processor time, for `time.clock_gettime`.
         is_busy: whether it has work.
-        cpu_ns: the processor time that it had taken when it was last looked at.
-        still_since: the time of the first look that found this processor time.
+        cpu_ns: its processor time at the last look; `still_since` is the first look with this time.
     """
 
     clock: int = 0
@@ -80,11 +79,7 @@ class DaemonThreads(Executor):
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Future[Result]:
-        """Have a thread call `work`.
-
-        Raises:
-            RuntimeError: the executor is shut down.
-        """
+        """Have a thread call `work`; raises RuntimeError if the executor is shut down."""
         future: Future[Result] = Future()
 
         def run() -> Callable[[], None]:
@@ -99,11 +94,7 @@ class DaemonThreads(Executor):
         return future
 
     def start(self, work: _Work) -> None:
-        """Have a thread call `work`, which raises nothing, and then what it returned.
-
-        Raises:
-            RuntimeError: the executor is shut down.
-        """
+        """As `submit`, for work that raises nothing; then the thread calls the work's result."""
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError(f"{self._name}: the executor is shut down")
@@ -404,12 +395,7 @@ class _UserQueue(Struct):
 
 
 class FairQueue:
-    """Grants turns fairly to users, and to the flows of each. Used from one event loop.
-
-    Attributes:
-        num_taken: turns taken now.
-        num_waiting: turns that were asked for and not granted yet.
-    """
+    """Grants turns fairly to users, and to the flows of each. Used from one event loop."""
 
     def __init__(self, capacity: int) -> None:
         """Nobody has a turn; at most `capacity` turns may be taken at once."""

@@ -212,11 +212,7 @@ class Callers:
         return caller
 
     def peer(self, context: Context) -> Peer | None:
-        """The caller's connection to the side channel; None over TCP.
-
-        Raises:
-            NotAllowed, LeaseExpired: as for `identify`.
-        """
+        """The caller's connection to the side channel, None over TCP; raises as `identify` does."""
         if not is_local(context):
             return None
         token = str(dict(context.invocation_metadata() or ()).get(TOKEN_KEY, ""))
@@ -425,11 +421,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     @contextlib.contextmanager
     def _while_known(self, context: Context, *, is_open: bool) -> Iterator[None]:
-        """A context that ends the call when its caller's credential is no longer valid.
-
-        Raises:
-            NotAuthenticated, Overloaded: it is not; see `Callers.principal`.
-        """
+        """A context that ends the call as `principal` does, once its credential is not valid."""
         if is_open or is_local(context):
             yield
             return

@@ -94,11 +94,7 @@ def to_order(message: pb.OrderSpec) -> Order:
 
 
 def to_balance(message: pb.OrderSpec, world_size: int) -> CostRule | None:
-    """The cost rule of samples, if each global batch is to be shared out by it.
-
-    Raises:
-        InvalidRequest: see `CostRule` and its `check`.
-    """
+    """The cost rule of samples, checked, if each global batch is to be shared out by it."""
     if not message.HasField("balance"):
         return None
     balance = message.balance
@@ -128,11 +124,7 @@ def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes 
 
 
 def check_blocks(io_block_bytes: int, window_blocks: int) -> None:
-    """Refuse blocks and windows that would take the daemon's memory.
-
-    Raises:
-        InvalidRequest: says which is out of range.
-    """
+    """Raise InvalidRequest for blocks or windows that would take the daemon's memory."""
     if not _MIN_IO_BLOCK_BYTES <= io_block_bytes <= _MAX_IO_BLOCK_BYTES:
         raise InvalidRequest(
             f"io_block is {io_block_bytes} bytes; "
@@ -240,11 +232,7 @@ def to_skipped(request: pb.OpenSessionRequest) -> SkippedSteps | None:
 
 
 def to_stages(messages: Sequence[pb.Stage]) -> tuple[Stage, ...]:
-    """The stages of a job.
-
-    Raises:
-        InvalidRequest: no job has them.
-    """
+    """The stages of a job; raises InvalidRequest for those that no job has."""
     stages = tuple(Stage(each.first_epoch, each.num_samples) for each in messages)
     if stages and not is_growth(stages):
         raise InvalidRequest(
@@ -289,11 +277,7 @@ class _OptionReader:
 
 
 def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery:
-    """The question of an estimate.
-
-    Raises:
-        InvalidRequest: as `to_order`.
-    """
+    """The question of an estimate; raises InvalidRequest as `to_order` does."""
     if message.num_epochs > MAX_EPOCHS:
         raise InvalidRequest(
             f"num_epochs is {message.num_epochs}; at most {MAX_EPOCHS} can be planned"

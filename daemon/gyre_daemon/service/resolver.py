@@ -54,13 +54,7 @@ _FAR = 1 << 62  # beyond any shard
 
 
 class Source(Struct, frozen=True):
-    """A dataset with shards of its own, as part of a mixture.
-
-    Attributes:
-        name: in the mixture; empty for any other dataset.
-        dataset: the dataset, without transforms.
-        first_id: the mixture's id of its first sample.
-    """
+    """An untransformed dataset with shards in a mixture, where its ids begin at `first_id`."""
 
     name: str
     dataset: Dataset
@@ -73,17 +67,13 @@ class LongCalls:
     def __init__(
         self, most: int, doing: str, exempt: Callable[[Principal], bool] | None = None
     ) -> None:
-        """Allow a user so many calls at once on one dataset; `doing` is a verb, for messages."""
+        """Allow a user `most` calls at once on one dataset; `doing` is a verb, for messages."""
         self._most, self._doing, self._exempt = most, doing, exempt
         self._num: Counter[tuple[str, str]] = Counter()
 
     @contextlib.contextmanager
     def one(self, caller: Principal, dataset: str) -> Iterator[None]:
-        """Count a call inside the block.
-
-        Raises:
-            Overloaded: the caller has as many on this dataset as it may.
-        """
+        """Count a call inside the block; raises Overloaded if the caller may have no more."""
         key = caller.name, dataset
         is_exempt = self._exempt is not None and self._exempt(caller)
         if self._num[key] >= self._most and not is_exempt:
