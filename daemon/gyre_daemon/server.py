@@ -82,17 +82,15 @@ from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_daemon.workers.copy_workers import CopyWorkers
 from gyre_daemon.workers.supervisor import start_spawner
 
-# How often the sockets are checked, and so for how long nobody can connect at most. A check takes a
-# few system calls for each address.
-_CHECK_EVERY_S = 1.0
-# How often the files of certificates and tokens are looked at: so long does a token last that was
-# taken away.
-_REFRESH_EVERY_S = 1.0
+# How often sockets, files of credentials, connections and clients are looked at, some microseconds
+# each: nobody can connect for this long at most, so long does a token last that was taken away, and
+# so long has an attacker to open more connections than it may have.
+_LOOK_EVERY_S = 1.0
 
 Listen = Callable[[Sequence[UnixAddress]], Awaitable[object]]
 
 
-class UnixListener:
+class UnixListener(SocketClaim):
     """The claim to one Unix address, where a gRPC server binds, and the side channel beside it."""
 
     def __init__(self, address: UnixAddress, may_connect: MayConnect) -> None:
@@ -101,43 +99,38 @@ class UnixListener:
         Raises:
             ConfigError: another daemon has the address, or it cannot be used.
         """
-        self.address = address
-        self._claim = SocketClaim(address)
+        super().__init__(address)
         try:
             self.side_channel = SideChannel(address.path, may_connect)
         except ConfigError:
-            self._claim.give_up()
+            self.give_up()
             raise
 
     @property
-    def is_reachable(self) -> bool:
+    def serves(self) -> bool:
         """Whether clients that connect find both sockets of this daemon."""
-        return self._claim.is_reachable and self.side_channel.is_reachable
-
-    def open_to_group(self) -> None:
-        """Let owner and group connect; call this when the gRPC server has bound the address."""
-        self._claim.open_to_group()
+        return self.is_reachable and self.side_channel.is_reachable
 
     async def restore(self, listen: Listen) -> str:
         """Make missing files and sockets again; returns why clients cannot connect, or nothing."""
-        was_reachable = self.is_reachable
+        did_serve = self.serves
         try:
-            self._claim.claim()
-            if not self._claim.is_reachable:
+            self.claim()
+            if not self.is_reachable:
                 await listen([self.address])
-                self._claim.open_to_group()
+                self.open_to_group()
             if not self.side_channel.is_reachable:
                 self.side_channel.bind_again()
         except (ConfigError, OSError) as error:
-            return "" if was_reachable else str(error)
-        if not was_reachable:
+            return "" if did_serve else str(error)
+        if not did_serve:
             log_event("socket made again", {"path": str(self.address.path)}, logging.WARNING)
         return ""
 
     def close(self) -> None:
         """Disconnect the clients of the side channel; remove the sockets and the lock file."""
         self.side_channel.close()
-        self._claim.give_up()
+        self.give_up()
 
 
 async def watch_listeners(
@@ -154,7 +147,7 @@ async def watch_listeners(
     """
     problem = ""
     while True:
-        await asyncio.sleep(_CHECK_EVERY_S)
+        await asyncio.sleep(_LOOK_EVERY_S)
         before = problem
         problem = "; ".join([text for each in listeners if (text := await each.restore(listen))])
         if problem and problem != before:
@@ -167,16 +160,13 @@ async def watch_credentials(credentials: Credentials) -> None:
     """Have certificates and tokens read again when their files change, without end."""
     threads = DaemonThreads(1, "gyre-credentials")
     while credentials.have_files:
-        await asyncio.sleep(_REFRESH_EVERY_S)
+        await asyncio.sleep(_LOOK_EVERY_S)
         await threads.run(credentials.refresh)
 
 
 # After the drain, how long calls may take to end. Clients have been told to leave, so calls that
 # are open then are stuck; a longer grace only delays the exit.
 _LAST_GRACE_S = 1.0
-# How often connections are looked at: some microseconds for each descriptor. An attacker has so
-# long to open more of them than it may have.
-_LOOK_EVERY_S = 1.0
 
 
 class DatasetParts:

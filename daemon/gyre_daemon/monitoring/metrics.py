@@ -20,14 +20,8 @@ job is a field of `SessionTotals`, which `SessionAccount.totals` fills, or of `S
 field that is a dataclass brings its own metrics; one that is a mapping has a series for each key.
 
 Counters of a job are sums over its sessions, closed ones included, so that `rate()` works across a
-job's restarts. The occupancy of its prefetch window comes as two counters. The ratio of their rates
-is the mean over any interval:
-
-    rate(gyre_job_window_ready_batch_seconds_total[1m]) /
-    rate(gyre_job_window_size_batch_seconds_total[1m])
-
-Near 1 the job is trainer-bound. Near 0 it waits for storage or for a processor, which the two
-counters of its waiting tell apart.
+job's restarts. The ratio of the rates of its window's two counters, ready and size, is its mean
+occupancy. Near 1 the job is trainer-bound. Near 0 it waits for storage or for a processor.
 """
 
 import asyncio

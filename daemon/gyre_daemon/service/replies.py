@@ -102,15 +102,14 @@ def _dropped_categories(dataset: Dataset) -> list[pb.Categories]:
 
 def _from_packed(dataset: Dataset) -> pb.Packing:
     assert dataset.packed
-    packed, sequences = dataset.packed, dataset.packed.sequences
-    return pb.Packing(
+    packed = dataset.packed
+    return like(
+        pb.Packing,
+        packed.sequences,
         field=packed.stored.name,
         length=packed.config.length,
         num_documents=dataset.index.num_samples,
-        num_tokens=sequences.num_tokens,
         efficiency=packed.efficiency,
-        num_empty=sequences.num_empty,
-        num_overlong=sequences.num_overlong,
         overlong=packed.config.overlong,
     )
 
@@ -223,8 +222,9 @@ def from_session(session: Session) -> pb.SessionState:
     reader = session.request.reader
     gauges, totals = session.gauges, session.totals
     packed = session.request.dataset.packed
-    return pb.SessionState(
-        handle=session.handle,
+    return like(
+        pb.SessionState,
+        session,
         user=session.request.owner.name,
         num_substitutes=totals.num_substitutes,
         dataset=session.request.dataset.name,
@@ -236,16 +236,12 @@ def from_session(session: Session) -> pb.SessionState:
         num_batches_sent=totals.num_batches,
         num_bytes_sent=totals.num_bytes,
         num_ready=gauges.num_ready,
-        num_in_flight=session.num_in_flight,
         num_held=gauges.num_held,
         window_batches=gauges.window_batches,
         memory_bytes=gauges.memory_bytes,
         memory_limit_bytes=gauges.memory_limit_bytes,
-        credits=session.credits,
         **_times(totals.times),
         trainer_waited_s=totals.trainer_waited_s,
-        attached=session.attached,
-        num_sharing=session.num_sharing,
         quality=pb.ShuffleQuality(**asdict(session.quality)),
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
         stages=from_stages(session),
