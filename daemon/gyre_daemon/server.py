@@ -138,12 +138,10 @@ async def watch_listeners(
     listen: Listen,
     set_serving: Callable[[bool], Awaitable[None]],
 ) -> None:
-    """Check the listeners every second, without end, and restore missing ones.
+    """Check bound listeners every second, without end, and restore missing ones.
 
-    Args:
-        listeners: bound.
-        listen: starts a gRPC server at addresses whose paths are free.
-        set_serving: is told False when a listener cannot be restored, and True when all are back.
+    `listen` starts a gRPC server at addresses whose paths are free. `set_serving` is told False
+    when a listener cannot be restored, and True when all are back.
     """
     problem = ""
     while True:

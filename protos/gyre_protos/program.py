@@ -42,9 +42,8 @@ def run_program(name: str, run: Callable[[], int], *, needs_output: bool = True)
         needs_output: Whether it fails where standard output is closed.
 
     Returns:
-        130 after Ctrl-C; 141 if the reader of the output is gone; 1 if the output cannot be
-        written, and 70 after a defect of the program, which a sentence on standard error says;
-        otherwise the result of `run`.
+        The result of `run`; 130 after Ctrl-C; 141 if the reader of the output is gone; 1 if the
+        output cannot be written, and 70 after a defect, which a sentence on standard error says.
     """
     try:
         has_output = _open_streams()
@@ -98,10 +97,8 @@ def _status_of(run: Callable[[], int]) -> int:
 def _open_streams() -> bool:
     """Replaces closed streams, and makes sure that every character can be written.
 
-    A closed descriptor is given to /dev/null, so that no socket gets its number.
-
-    Returns:
-        Whether there is a standard output.
+    A closed descriptor is given to /dev/null, so that no socket gets its number. Returns whether
+    there was a standard output.
     """
     has_output = sys.stdout is not None
     for descriptor, stream in enumerate(("stdin", "stdout", "stderr")):
@@ -133,13 +130,10 @@ def _discard_unwritable() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process once its parent has ended, however that comes about.
+    """Let the kernel kill this process once `parent`, which forked it, has ended in any way.
 
     Linux counts the thread that forked as the parent. It must live on as long as this process
     should.
-
-    Args:
-        parent: the process id of the one that forked this process.
 
     Raises:
         ProcessLookupError: the parent has ended already.

@@ -21,10 +21,7 @@ _ES = ("tch", "sh", "s", "x")  # of "epoch", "epochs"
 def counted(number: int, noun: str, spec: str = "") -> str:
     """Returns such as "1 batch", "0 batches" or, with the format `,`, "1,200 samples".
 
-    Args:
-        number: How many.
-        noun: The counted thing, in the singular; its plural ends in "s" or "es".
-        spec: The format of the number.
+    The noun is singular; its plural ends in "s" or "es".
     """
     if number == 1:
         return f"1 {noun}"
@@ -51,11 +48,7 @@ def printable(text: str, kept: str = "") -> str:
 
     These are the control characters (C0, DEL and C1), line separators, characters without a width
     or with a direction, lone surrogates, and code points without a meaning. They are shown as
-    Python writes them: `\x1b`, `\u202e`.
-
-    Args:
-        text: Any text.
-        kept: Characters that stay as they are, such as a line's end.
+    Python writes them: `\x1b`, `\u202e`. Those `kept`, such as a line's end, stay.
     """
     if text.isprintable():
         return text

@@ -194,7 +194,7 @@ class EffectiveConfig:
         config: the values.
         origins: where the value of each of SCALAR_KEYS comes from.
         tables: those of the file with other keys, as they stand there.
-        warnings: advice to the operator about settings with which the daemon can still run.
+        warnings: advice to the operator; the daemon can still run.
     """
 
     config: DaemonConfig
@@ -281,8 +281,7 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
     """Check the keys that all datasets share; its format checks the rest when it is opened.
 
     Raises:
-        ConfigError: `uri` is missing, `uri` or `format` is not text, or `storage` is not a table;
-            or as `parse_pack`.
+        ConfigError: a key is missing or has the wrong type; or as `parse_pack`.
     """
     where = f"datasets.{name}"
     rest = dict(convert(table, dict[str, Any], where))

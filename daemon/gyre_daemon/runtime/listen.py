@@ -252,14 +252,11 @@ def check_metrics(address: TcpAddress | None, *, is_public: bool) -> None:
 
 
 class SocketClaim:
-    """The exclusive right to a Unix socket path, held by a lock on a file next to it.
+    """The exclusive right to the Unix socket `address`, held by a lock on a file next to it.
 
     The kernel drops the lock however the process ends. So a daemon removes the socket of one that
     was killed, and never that of one that runs. Where somebody removed the lock file, a daemon that
     still listens is found by connecting to its socket.
-
-    Attributes:
-        address: the claimed one.
     """
 
     def __init__(self, address: UnixAddress) -> None:
@@ -289,10 +286,7 @@ class SocketClaim:
     def claim(self) -> None:
         """Hold the lock, and leave nothing at the path but this daemon's socket.
 
-        Called at the start, and whenever lock file or socket were removed.
-
-        Raises:
-            ConfigError: as when the claim is made.
+        Called at the start, and when files were removed; raises ConfigError as then.
         """
         try:
             make_folder(self._path.parent, 0o750)  # clients of the daemon's group look into it

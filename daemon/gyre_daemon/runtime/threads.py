@@ -329,8 +329,8 @@ _Ask = Callable[[Flow, int], None]
 class Claims:
     """Who needs one thing, and how urgently; others may come to need it while it is waited for.
 
-    It is done at the first turn of any of them. Without that a job would wait for the turns of the
-    one that asked first, whose share may be smaller, or which may not need the thing for long.
+    It is done at the first turn of any of them: the one that asked first may have a smaller share,
+    or may not need the thing for long.
     """
 
     __slots__ = ("_asking", "_urgency")

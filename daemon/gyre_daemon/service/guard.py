@@ -239,9 +239,8 @@ class Callers:
         enough: on loopback, or where the daemon knows no tokens.
 
         Raises:
-            NotAuthenticated: the token is not valid, or the certificate has expired since the
-                connection began; or there is no token, the connection has TLS, and the daemon asks
-                for tokens.
+            NotAuthenticated: the token is not valid, or the certificate has expired; or there is no
+                token, the connection has TLS, and the daemon asks for tokens.
             Overloaded: as before, and the caller's address has failed too often.
         """
         try:

@@ -72,10 +72,8 @@ async def responses(
 ) -> AsyncIterator[pb.StreamResponse]:
     """The messages to the client: batches as they become ready, heartbeats, the end of the stream.
 
-    Args:
-        session: attached.
-        listening: handles the client's messages; is done when the client has ended its stream.
-        lease_s: in this time an idle stream sends four heartbeats.
+    An idle stream sends four heartbeats in the time of the lease. `listening` handles the client's
+    messages; it is done when the client has ended its stream.
 
     Raises:
         GyreError: a step failed, or the session was ended.
