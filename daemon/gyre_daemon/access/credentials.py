@@ -292,7 +292,7 @@ class TokenStore:
                     f"tokens: the name {name!r:.100} must have 1 to 64 letters, digits, `_`, `.` "
                     "or `-`"
                 )
-        self._stamps: dict[str, Stamp | None] = {}
+        self._stamps = {name: stamp_of(path) for name, path in self._files.items()}
         self._tokens: dict[str, tuple[_Token, ...]] = {}
         for name in self._files:
             self._read(name)
@@ -307,17 +307,16 @@ class TokenStore:
         the earlier tokens stay valid.
         """
         for name, path in self._files.items():
-            before = self._stamps[name]
-            if stamp_of(path) == before:
+            before, self._stamps[name] = self._stamps[name], stamp_of(path)
+            if self._stamps[name] == before:
                 continue
-            if (stamp := stamp_of(path)) is None:
-                self._stamps[name], self._tokens[name] = None, ()
+            if self._stamps[name] is None:
+                self._tokens[name] = ()
                 log_event("tokens removed", {"name": name, "path": path}, logging.WARNING)
                 continue
             try:
                 self._read(name)
             except ConfigError as error:
-                self._stamps[name] = stamp
                 log_event("tokens refused", {"name": name, "reason": error}, logging.ERROR)
             else:
                 log_event("tokens reloaded", {"name": name, "tokens": len(self._tokens[name])})
@@ -353,7 +352,6 @@ class TokenStore:
     def _read(self, name: str) -> None:
         """Take the tokens of one file over."""
         path = self._files[name]
-        stamp = stamp_of(path)
         text = read_file(path, f"tokens.{name}", is_secret=True).decode(errors="replace")
         lines = [line.split() for line in text.splitlines()]
         tokens = tuple(
@@ -370,7 +368,7 @@ class TokenStore:
                     f"tokens.{name}: a token of {path} is also one of "
                     f"tokens.{others[token.digest]}; each name needs its own"
                 )
-        self._stamps[name], self._tokens[name] = stamp, tokens
+        self._tokens[name] = tokens
 
 
 def _parse(name: str, where: str, words: list[str]) -> _Token:

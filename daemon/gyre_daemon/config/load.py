@@ -217,12 +217,9 @@ def load(
         ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     table, warnings = read_toml(path) if path else ({}, [])
-    tables = {key: table[key] for key in (*_TABLES, "mixtures") if key in table}
-    datasets = convert(table.pop("datasets", {}), dict[str, Any], "datasets")
-    mixtures = convert(table.pop("mixtures", {}), dict[str, Any], "mixtures")
-    weights = convert(table.pop("job_weights", {}), dict[str, Any], "job_weights")
-    limits = parse_limits(table.pop("limits", {}))
-    tokens = convert(table.pop("tokens", {}), dict[str, Any], "tokens")
+    tables = {
+        key: convert(table.pop(key, {}), dict[str, Any], key) for key in (*_TABLES, "mixtures")
+    }
     variables = {key: ENVIRONMENT_PREFIX + key.upper() for key in SCALAR_KEYS}
     set_by: list[tuple[Origin, dict[str, Any], dict[str, str]]] = [
         ("file", table, {key: f"{key} in {path}" for key in table}),
@@ -246,15 +243,15 @@ def load(
         origins |= dict.fromkeys(given, origin)
     config = DaemonConfig(
         **values,
-        datasets=_parse_datasets(folder, datasets, mixtures),
+        datasets=_parse_datasets(folder, tables["datasets"], tables["mixtures"]),
         job_weights={
             pattern: convert(value, Positive, f"job_weights.{pattern}")
-            for pattern, value in weights.items()
+            for pattern, value in tables["job_weights"].items()
         },
-        limits=limits,
+        limits=parse_limits(tables["limits"]),
         tokens={
             name: from_folder(folder, convert(file, Text, f"tokens.{name}"))
-            for name, file in tokens.items()
+            for name, file in tables["tokens"].items()
         },
     )
     warnings += misspelt_variables(environment, list(variables.values()))
