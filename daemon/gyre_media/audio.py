@@ -55,7 +55,6 @@ class DecodeAudio(OfField):
     """
 
     version: ClassVar[int] = 3  # 2 read past the lengths of headers
-    is_random: ClassVar[bool] = False
 
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
     to: str = "audio"

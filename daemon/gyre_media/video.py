@@ -10,7 +10,7 @@ import numpy as np
 from gyre_daemon.transforms.recipes import Cost, Field, OfField, Sample
 from msgspec import Meta
 
-from gyre_media.images.pixels import Pixels, resized
+from gyre_media.geometry import Pixels, resized
 
 _Length = Annotated[int, Meta(ge=1, le=1 << 14)]
 # Containers that hold all of a video. Others, such as playlists, name files that would be opened.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gyre_daemon.transforms import Transform
 from gyre_media.boxes import DecodeBoxes, SanitizeBoxes
-from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
+from gyre_media.geometry import HorizontalFlip, RandomResizedCrop
 from PIL import Image, ImageDraw, ImageFont
 
 FOLDER = Path(__file__).parent

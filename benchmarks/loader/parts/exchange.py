@@ -17,9 +17,9 @@ from gyre_daemon.memory.arenas import Arena
 from gyre_daemon.transforms.recipes import Field, Transform
 from gyre_daemon.transforms.worker import Chain
 from gyre_daemon.workers.compute_workers import Exchange
-from gyre_media.images.colors import Normalize, ToChw
-from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
+from gyre_media.colors import Normalize, ToChw
+from gyre_media.decode_image import DecodeImage
+from gyre_media.geometry import HorizontalFlip, RandomResizedCrop
 
 from benchmarks.loader.markdown import table
 from benchmarks.loader.samples.images import SIZE, jpeg

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 from gyre_daemon.transforms import Transform
-from gyre_media.images.decode_image import FACTORS, DecodeImage, DecodeRandomResizedCrop
-from gyre_media.images.geometry import RandomResizedCrop
+from gyre_media.decode_image import FACTORS, DecodeImage, DecodeRandomResizedCrop
+from gyre_media.geometry import RandomResizedCrop
 from PIL import Image
 
 from benchmarks.loader.markdown import table

@@ -33,9 +33,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from gyre_client import Loader
-from gyre_media.images.colors import ToChw
-from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
+from gyre_media.colors import ToChw
+from gyre_media.decode_image import DecodeImage
+from gyre_media.geometry import HorizontalFlip, RandomResizedCrop
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 

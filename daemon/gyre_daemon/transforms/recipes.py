@@ -59,6 +59,11 @@ class Field:
     max_length: int = 0
 
 
+def shown(shape: Sequence[int | None]) -> str:
+    """A shape as messages have it, with stars for lengths in which samples differ."""
+    return f"[{', '.join('*' if length is None else str(length) for length in shape)}]"
+
+
 class Transform(ABC):
     """One step from stored fields to the fields of a batch.
 
@@ -165,7 +170,7 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class OneField(Transform):
-    """A transform that reads one field, and draws no random numbers.
+    """A transform of one field, which draws no random numbers unless it says so.
 
     Attributes:
         field: its name.
@@ -183,18 +188,8 @@ class OneField(Transform):
 
 
 @dataclass(frozen=True)
-class OfField(Transform):
-    """A transform that makes others of one field, which samples no longer have afterwards.
-
-    Attributes:
-        field: its name.
-    """
-
-    field: str
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        return [self.field]
+class OfField(OneField):
+    """A transform that makes others of one field, which samples no longer have afterwards."""
 
     @property
     def drops(self) -> Sequence[str]:

@@ -45,6 +45,7 @@ from gyre_daemon.transforms.recipes import (
     dtype_of,
     name_of,
     own_target,
+    shown,
 )
 
 _KEY = struct.Struct("<3Q")
@@ -134,7 +135,7 @@ class Chain:
         for name, field in self.made.items():
             if None in field.shape[1:]:
                 raise ValueError(
-                    f"the samples of {name!r:.100} differ in shape {_shown(field)}. End with a "
+                    f"the samples of {name!r:.100} differ in shape {shown(field.shape)}. End with a "
                     "transform that gives them one, such as random_resized_crop or crop_or_pad, or "
                     "with flatten."
                 )
@@ -195,17 +196,13 @@ class Chain:
         for name in self.ragged:
             value, shape = sample.get(name), self.made[name].shape
             if value is None or value.shape[1:] != shape[1:] or value.ndim != len(shape):
-                what = "nothing" if value is None else f"the shape {_shown(value)}"
+                what = "nothing" if value is None else f"the shape {shown(value.shape)}"
                 raise TransformFailed(
                     self._origin[name],
-                    f"it makes {what} for {name!r:.100}, and declares {_shown(self.made[name])}",
+                    f"it makes {what} for {name!r:.100}, and declares {shown(shape)}",
                 )
             found.append(value)
         return found
-
-
-def _shown(field: Field | npt.NDArray[Any]) -> str:
-    return f"[{', '.join('*' if length is None else str(length) for length in field.shape)}]"
 
 
 # Exchanges that stay mapped: to map one again faults in its pages once more. Files that the daemon
@@ -215,9 +212,9 @@ _MAX_CHAINS = 16
 _MAX_REASON_CHARS = 1000
 # The extra with the libraries of a transform, by its module.
 _EXTRAS = {
-    "gyre_media.images": "images",
     "gyre_media.audio": "media",
     "gyre_media.video": "media",
+    "gyre_media": "images",
     "gyre_daemon.transforms.tokenizer": "text",
     "gyre_daemon.transforms.chat": "text",
 }

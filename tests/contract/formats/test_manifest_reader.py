@@ -20,7 +20,7 @@ from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.shard import Texts
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
-from gyre_media.coco import CocoFormat, CocoOptions
+from gyre_media.annotations import CocoFormat, CocoOptions
 
 COCO = CocoFormat(CocoOptions("a.json"))
 

@@ -19,7 +19,7 @@ from gyre_daemon.datasets.formats.base import DescribedFormat, Manifest
 from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import FileTable, Texts
-from gyre_media.yolo import labels_path
+from gyre_media.annotations import labels_path
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 

@@ -14,7 +14,7 @@ import torch
 from gyre_client import Loader
 from gyre_client.errors import ConfigError, CorruptSample, CursorRejected
 from gyre_daemon.transforms import Sample
-from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop, Resize
+from gyre_media.geometry import HorizontalFlip, RandomResizedCrop, Resize
 from PIL import Image
 
 from tests.batches import Batch, same, take

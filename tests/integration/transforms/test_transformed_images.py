@@ -16,7 +16,7 @@ from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CorruptSample
 from gyre_client.transport.connection import Connection
-from gyre_media.images.geometry import RandomResizedCrop
+from gyre_media.geometry import RandomResizedCrop
 from numpy.testing import assert_array_equal
 from PIL import Image
 

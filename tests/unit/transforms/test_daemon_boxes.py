@@ -9,9 +9,9 @@ from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.built_in import Copy, CropOrPad
 from gyre_daemon.transforms.worker import Chain, TransformFailed
 from gyre_media.boxes import DecodeBoxes, SanitizeBoxes
-from gyre_media.images.augment import RandAugment, TrivialAugment
-from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.geometry import (
+from gyre_media.colors import RandAugment, TrivialAugment
+from gyre_media.decode_image import DecodeImage
+from gyre_media.geometry import (
     CenterCrop,
     HorizontalFlip,
     RandomCrop,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.worker import Chain, TransformFailed
-from gyre_media.images.decode_image import DecodeImage, DecodeRandomResizedCrop
-from gyre_media.images.geometry import HorizontalFlip, RandomResizedCrop
+from gyre_media.decode_image import DecodeImage, DecodeRandomResizedCrop
+from gyre_media.geometry import HorizontalFlip, RandomResizedCrop
 from PIL import Image
 
 BYTES = {"jpg": Field(np.dtype(np.uint8), (None,))}

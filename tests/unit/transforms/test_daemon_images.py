@@ -15,16 +15,23 @@ from cykooz_resizer import CpuExtensions
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.recipes import dtype_of
 from gyre_daemon.transforms.worker import Chain, TransformFailed
-from gyre_media.images.augment import RandAugment
-from gyre_media.images.colors import (
+from gyre_media.colors import (
     ColorJitter,
     Flatten,
     Normalize,
+    RandAugment,
     ToChw,
 )
-from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.geometry import CenterCrop, HorizontalFlip, RandomResizedCrop, Resize
-from gyre_media.images.pixels import RESIZER, resized, to_pillow
+from gyre_media.decode_image import DecodeImage
+from gyre_media.geometry import (
+    RESIZER,
+    CenterCrop,
+    HorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    resized,
+    to_pillow,
+)
 from PIL import Image
 from torch.nn import functional
 

@@ -5,9 +5,9 @@ import pytest
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.built_in import Copy, Drop
 from gyre_daemon.transforms.worker import Chain
-from gyre_media.images.augment import RandAugment, TrivialAugment
-from gyre_media.images.decode_image import DecodeImage, DecodeRandomResizedCrop
-from gyre_media.images.geometry import (
+from gyre_media.colors import RandAugment, TrivialAugment
+from gyre_media.decode_image import DecodeImage, DecodeRandomResizedCrop
+from gyre_media.geometry import (
     CenterCrop,
     HorizontalFlip,
     RandomAffine,

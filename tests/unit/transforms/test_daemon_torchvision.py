@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 import scipy
 from gyre_daemon.transforms import Transform
-from gyre_media.images.augment import OPERATIONS, RandAugment
-from gyre_media.images.colors import (
+from gyre_media.colors import (
+    OPERATIONS,
     ColorJitter,
     Normalize,
+    RandAugment,
     brightened,
     contrasted,
     saturated,
     turned,
 )
-from gyre_media.images.geometry import CenterCrop, HorizontalFlip, RandomResizedCrop, Resize
+from gyre_media.geometry import CenterCrop, HorizontalFlip, RandomResizedCrop, Resize
 from PIL import Image
 
 Array = np.ndarray[Any, Any]
@@ -142,8 +143,8 @@ def test_operations_of_rand_augment_are_those_of_torchvision() -> None:
     for (name, kind, magnitude, sign), wanted in stored("augment"):
         key = ours(name)
         operation = OPERATIONS[key]
-        strongest = operation.strongest(wanted.shape[0], wanted.shape[1])
-        by = int(sign) * int(magnitude) / 30 * strongest
+        size = {"translate_x": wanted.shape[1], "translate_y": wanted.shape[0]}.get(key, 1)
+        by = int(sign) * int(magnitude) / 30 * (operation.strongest * size)
         found = np.asarray(operation.apply(images[kind], by)).reshape(wanted.shape)
         assert difference(found, wanted) == 0, (name, kind, magnitude, sign)
         done.add((key, int(sign)))

@@ -10,18 +10,19 @@ import pytest
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.built_in import Copy
 from gyre_daemon.transforms.worker import Chain
-from gyre_media.images.augment import OPERATIONS, TrivialAugment
-from gyre_media.images.colors import (
+from gyre_media.colors import (
+    OPERATIONS,
     ColorJitter,
     GaussianBlur,
     Normalize,
     RandomErasing,
     RandomGrayscale,
     RandomSolarize,
+    TrivialAugment,
     gaussian,
 )
-from gyre_media.images.decode_image import DecodeImage
-from gyre_media.images.geometry import (
+from gyre_media.decode_image import DecodeImage
+from gyre_media.geometry import (
     CenterCrop,
     HorizontalFlip,
     RandomCrop,
@@ -139,7 +140,7 @@ def test_trivial_augment_draws_each_operation_at_each_strength() -> None:
     drawn: dict[str, list[float]] = {}
     rng = np.random.default_rng(1)
     for _ in range(20_000):
-        name, by = TrivialAugment().draw(rng)
+        name, by = TrivialAugment().draw(0, 0, rng)
         drawn.setdefault(name, []).append(by)
     assert set(drawn) == set(OPERATIONS)
     assert all(abs(len(each) - 20_000 / 14) < 200 for each in drawn.values())
@@ -159,7 +160,7 @@ def test_trivial_augment_draws_each_operation_at_each_strength() -> None:
     assert np.allclose(np.unique(drawn["solarize"]), np.linspace(0, 255, 31))
     image = picture(50, 60)
     for seed in range(30):
-        name, by = TrivialAugment().draw(np.random.default_rng(seed))
+        name, by = TrivialAugment().draw(0, 0, np.random.default_rng(seed))
         wanted = np.asarray(OPERATIONS[name].apply(Image.fromarray(image), by))
         assert difference(applied(TrivialAugment(), image, seed), wanted) == 0
 
@@ -202,7 +203,7 @@ def test_views_of_one_image_are_made_from_copies() -> None:
     def view(name: str, size: int) -> list[Transform]:
         return [
             Copy("image", name),
-            RandomResizedCrop(size, name),
+            RandomResizedCrop(size, field=name),
             HorizontalFlip(field=name),
             ColorJitter(0.4, 0.4, 0.2, 0.1, p=0.8, field=name),
             RandomGrayscale(p=0.2, field=name),

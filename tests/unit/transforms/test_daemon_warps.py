@@ -9,7 +9,7 @@ from gyre_daemon.config.schema import parse_options
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.transforms import Field, Transform
 from gyre_media.boxes import moved
-from gyre_media.images.geometry import (
+from gyre_media.geometry import (
     RandomAffine,
     RandomPerspective,
     perspective,
@@ -80,7 +80,7 @@ def test_pixels_are_those_of_pillow_by_the_matrix_of_torchvision(
 ) -> None:
     image = picture(50, 71)[:, :, :channels]
     sides = (-40.0, 40.0, -50.0, 50.0)
-    transform = RandomAffine(90, (0.2, 0.3), (0.5, 2), sides, interpolation, fill=9)
+    transform = RandomAffine(90, (0.2, 0.3), (0.5, 2), sides, interpolation=interpolation, fill=9)
     rng: Any = Drawing(angle, translate[0] + 0.4, translate[1] - 0.4, scale, *shear)
     sample: dict[str, Array] = {"image": image}
     transform.apply(sample, rng, {})
@@ -113,7 +113,7 @@ def coefficients_of_torchvision(start: Any, end: Any) -> list[float]:
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
 def test_a_perspective_is_that_of_torchvision(interpolation: Any) -> None:
     image = picture(50, 71)
-    transform = RandomPerspective(0.6, 1.0, interpolation, fill=200)
+    transform = RandomPerspective(0.6, 1.0, interpolation=interpolation, fill=200)
     start = [[0, 0], [70, 0], [70, 49], [0, 49]]
     lowest: list[Any] = [[99, 99] for _ in start]
     highest: list[Any] = [[-99, -99] for _ in start]
@@ -180,7 +180,7 @@ def test_a_quarter_turn_is_clockwise_and_exact() -> None:
     [
         RandomAffine(25, (0.2, 0.2), (0.8, 1.3), 10, masks=("mask",), boxes=("boxes",)),
         RandomAffine((0.0, 180.0), shear=(-9.0, 9.0, -8.0, 8.0), masks=("mask",), boxes=("boxes",)),
-        RandomPerspective(0.5, 1.0, "nearest", masks=("mask",), boxes=("boxes",)),
+        RandomPerspective(0.5, 1.0, interpolation="nearest", masks=("mask",), boxes=("boxes",)),
     ],
 )
 def test_boxes_and_masks_go_where_their_pixels_go(transform: Transform) -> None:

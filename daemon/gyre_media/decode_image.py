@@ -15,8 +15,15 @@ from msgspec import Meta
 from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from gyre_media.images.geometry import Positive, RandomResizedCrop, Size, pair
-from gyre_media.images.pixels import Pixels, check_left_behind, resized_part
+from gyre_media.geometry import (
+    Pixels,
+    Positive,
+    RandomResizedCrop,
+    Size,
+    check_left_behind,
+    pair,
+    resized_part,
+)
 
 Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, before anything is allocated
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process for each core
@@ -54,7 +61,6 @@ class DecodeImage(OfField):
     """
 
     version: ClassVar[int] = 2  # 1 made white of nearly all levels of 16 bits
-    is_random: ClassVar[bool] = False
 
     to: str = "image"
     colors: Literal["rgb", "gray", "index"] = "rgb"
@@ -90,7 +96,7 @@ class DecodeImage(OfField):
         Raises:
             ValueError: it is no image, or too large.
         """
-        height, width = _jpeg_size(data) or _other_size(data)
+        height, width = _declared_size(data)
         self._check_size(height, width)
         return height, width
 
@@ -126,7 +132,7 @@ class DecodeImage(OfField):
                 min_factor=factor,
                 fastdct=not self.exact,
                 fastupsample=not self.exact,
-                buffer=self._scratch.of(height * width * channels),
+                buffer=self._memory_of(height * width * channels),
             )
         except TooLarge:
             raise
@@ -167,27 +173,28 @@ class DecodeImage(OfField):
                 "(max_pixels)"
             )
 
+    def _memory_of(self, num_bytes: int) -> Pixels:
+        """Memory for the next image: fresh memory costs a page fault each.
+
+        The pixels of one image are no longer needed when the next one is decoded.
+        """
+        if len(self._scratch[0]) < num_bytes:
+            self._scratch[0] = np.empty(num_bytes, np.uint8)
+        return self._scratch[0][:num_bytes]
+
     @cached_property
-    def _scratch(self) -> "_Scratch":
-        return _Scratch()
+    def _scratch(self) -> list[Pixels]:
+        return [np.empty(0, np.uint8)]
 
 
 def _is_jpeg(data: memoryview) -> bool:
     return bytes(data[:3]) == _JPEG
 
 
-def _jpeg_size(data: memoryview) -> tuple[int, int] | None:
-    """Height and width of a JPEG file; None where only Pillow may know them."""
-    if not _is_jpeg(data):
-        return None
-    try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    return height, width
-
-
-def _other_size(data: memoryview) -> tuple[int, int]:
+def _declared_size(data: memoryview) -> tuple[int, int]:
+    with contextlib.suppress(ValueError):  # only Pillow may be able to read it
+        if _is_jpeg(data):
+            return simplejpeg.decode_jpeg_header(data)[:2]  # type: ignore[no-any-return]
     with _opened(data) as image:
         return image.height, image.width
 
@@ -268,21 +275,6 @@ def _check_levels(image: Image.Image) -> None:
         )
 
 
-class _Scratch:
-    """Memory that one image after the other is decoded into: fresh memory costs a page fault each.
-
-    The pixels of one image are no longer needed when the next one is decoded.
-    """
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def of(self, num_bytes: int) -> Pixels:
-        if len(self._memory) < num_bytes:
-            self._memory = np.empty(num_bytes, np.uint8)
-        return self._memory[:num_bytes]
-
-
 @dataclass(frozen=True)
 class DecodeRandomResizedCrop(OfField):
     """Same as `DecodeImage` and then `RandomResizedCrop`, with the same rectangles drawn.
@@ -307,6 +299,7 @@ class DecodeRandomResizedCrop(OfField):
     """
 
     version: ClassVar[int] = 2  # that of `DecodeImage`
+    is_random: ClassVar[bool] = True
 
     size: Size
     to: str = "image"
@@ -340,10 +333,8 @@ class DecodeRandomResizedCrop(OfField):
         if factor == 1:
             made = self._crop.cut(image, box)
         else:
-            top, left, tall, wide = (length / factor for length in box)
-            made = resized_part(
-                image, (top, left, tall, wide), *pair(self.size), self.interpolation
-            )
+            part = box[0] / factor, box[1] / factor, box[2] / factor, box[3] / factor
+            made = resized_part(image, part, *pair(self.size), self.interpolation)
         self._crop.put(self.to, made, sample, out)
 
     def factor(self, height: int, width: int) -> int:
@@ -357,4 +348,6 @@ class DecodeRandomResizedCrop(OfField):
 
     @cached_property
     def _crop(self) -> RandomResizedCrop:
-        return RandomResizedCrop(self.size, self.to, self.scale, self.ratio, self.interpolation)
+        return RandomResizedCrop(
+            self.size, self.scale, self.ratio, self.interpolation, field=self.to
+        )

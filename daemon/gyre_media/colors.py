@@ -1,11 +1,11 @@
-"""Colours of images, views of one image, and images as the numbers that models take."""
+"""Colours of images, augmentation at random, and images as the numbers that models take."""
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import cv2
 import numpy as np
@@ -13,12 +13,18 @@ import numpy.typing as npt
 from gyre_daemon.transforms.built_in import Floating
 from gyre_daemon.transforms.recipes import Field, Sample, dtype_of
 from msgspec import Meta
+from PIL import Image, ImageEnhance, ImageOps
 
-from gyre_media.images.geometry import Positive, Probability, check_rising, random_sides
-from gyre_media.images.pixels import (
+from gyre_media.geometry import (
     ImageTransform,
+    MovesAlone,
     Pixels,
+    Positive,
+    Probability,
     check_image,
+    check_rising,
+    random_sides,
+    to_pillow,
 )
 
 _Factor = Annotated[float, Meta(ge=0, le=100)]
@@ -39,7 +45,6 @@ class ColorJitter(ImageTransform):
         saturation: x, around each pixel's gray.
         hue: the most by which the hue turns, as a fraction of the circle.
         p: the probability that an image is changed.
-        field: the image.
     """
 
     is_random: ClassVar[bool] = True
@@ -49,7 +54,6 @@ class ColorJitter(ImageTransform):
     saturation: _Factor = 0.0
     hue: _Hue = 0.0
     p: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         if check_image(self.field, fields[self.field]) != 3:
@@ -91,14 +95,12 @@ class Normalize(ImageTransform):
         std: of each channel.
         dtype: of the result.
         layout: `chw` for [channels, height, width], `hwc` for [height, width, channels].
-        field: the image.
     """
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[Annotated[float, Meta(gt=0)], ...] = (0.229, 0.224, 0.225)
     dtype: Floating = "float32"
     layout: Literal["chw", "hwc"] = "chw"
-    field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         channels = check_image(self.field, fields[self.field])
@@ -128,13 +130,7 @@ class Normalize(ImageTransform):
 
 @dataclass(frozen=True)
 class ToChw(ImageTransform):
-    """Lays images out as [channels, height, width], as convolutions of torch take them.
-
-    Attributes:
-        field: the image.
-    """
-
-    field: str = "image"
+    """Lays images out as [channels, height, width], as convolutions of torch take them."""
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         channels = check_image(self.field, fields[self.field])
@@ -157,8 +153,6 @@ class Flatten(ImageTransform):
     Attributes:
         field: the image, which becomes [n]. A field `NAME_shape`, int32, has its shape.
     """
-
-    field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         before = fields[self.field]
@@ -232,6 +226,7 @@ _CHANGES: Mapping[str, Callable[[Pixels, float], Pixels]] = {
 _MOST_SIGMAS = 8
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Sometimes(ImageTransform):
     """A change of some images.
 
@@ -241,7 +236,7 @@ class _Sometimes(ImageTransform):
 
     is_random: ClassVar[bool] = True
 
-    p: float
+    p: Probability
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         image: Pixels = sample[self.field]
@@ -256,15 +251,9 @@ class _Sometimes(ImageTransform):
 
 @dataclass(frozen=True)
 class RandomGrayscale(_Sometimes):
-    """Takes the colours of some images, which keep their three channels.
-
-    Attributes:
-        p: the probability that an image becomes gray.
-        field: the image.
-    """
+    """Takes the colours of some images, which keep their three channels."""
 
     p: Probability = 0.1
-    field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         if check_image(self.field, fields[self.field]) != 3:
@@ -283,14 +272,12 @@ class GaussianBlur(_Sometimes):
     Attributes:
         kernel_size: the pixels that one is made of, each way; odd.
         sigma: the least and the greatest standard deviation, in pixels.
-        p: the probability that an image is blurred.
-        field: the image.
     """
 
     kernel_size: Annotated[int, Meta(ge=1, le=255)]
     sigma: tuple[Positive, Positive] = (0.1, 2.0)
+    _: KW_ONLY
     p: Probability = 1.0
-    field: str = "image"
 
     def __post_init__(self) -> None:
         """Reject kernels without a middle, and empty ranges."""
@@ -319,13 +306,11 @@ class RandomSolarize(_Sometimes):
 
     Attributes:
         threshold: levels from this one on are inverted.
-        p: the probability that an image is changed.
-        field: the image.
     """
 
     threshold: Annotated[float, Meta(ge=0, le=255)] = 128
+    _: KW_ONLY
     p: Probability = 0.5
-    field: str = "image"
 
     def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
         levels = np.arange(256, dtype=np.uint8)
@@ -345,7 +330,6 @@ class RandomErasing(ImageTransform):
         ratio: the least and the greatest of its height divided by its width.
         value: of erased pixels: a number, or `random`, standard normal numbers, one per element.
         layout: of the image, `chw` or `hwc`.
-        field: the image.
     """
 
     is_random: ClassVar[bool] = True
@@ -355,7 +339,6 @@ class RandomErasing(ImageTransform):
     ratio: tuple[Positive, Positive] = (0.3, 3.3)
     value: float | Literal["random"] = 0.0
     layout: Literal["chw", "hwc"] = "chw"
-    field: str = "image"
 
     def __post_init__(self) -> None:
         """Reject empty ranges."""
@@ -401,3 +384,110 @@ class RandomErasing(ImageTransform):
                 left = int(rng.integers(width - its_width + 1))
                 return top, left, its_height, its_width
         return None
+
+
+_NUM_STRENGTHS = 31  # torchvision's `num_magnitude_bins`
+
+
+class Operation(NamedTuple):
+    """An operation on an image.
+
+    Attributes:
+        strongest: the operand for the greatest strength of RandAugment; of `translate_x` and
+            `translate_y`, a part of the width and height.
+        widest: the operand for the greatest strength of TrivialAugment.
+        is_signed: whether it goes either way.
+        apply: takes an image and the operand for a strength.
+    """
+
+    strongest: float
+    widest: float
+    is_signed: bool
+    apply: Callable[[Image.Image, float], Image.Image]
+
+
+def _moved(image: Image.Image, *matrix: float) -> Image.Image:
+    """The image whose pixel (x, y) is that at (a x + b y + c, d x + e y + f), else black."""
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST)
+
+
+def _enhanced(kind: Callable[[Image.Image], Any]) -> Operation:
+    return Operation(0.9, 0.99, True, lambda image, by: kind(image).enhance(1 + by))
+
+
+# Those of torchvision, in its order.
+OPERATIONS: Mapping[str, Operation] = {
+    "identity": Operation(0, 0, False, lambda image, _: image),
+    "shear_x": Operation(0.3, 0.99, True, lambda image, by: _moved(image, 1, by, 0, 0, 1, 0)),
+    "shear_y": Operation(0.3, 0.99, True, lambda image, by: _moved(image, 1, 0, 0, by, 1, 0)),
+    "translate_x": Operation(
+        150 / 331, 32, True, lambda image, by: _moved(image, 1, 0, -int(by), 0, 1, 0)
+    ),
+    "translate_y": Operation(
+        150 / 331, 32, True, lambda image, by: _moved(image, 1, 0, 0, 0, 1, -int(by))
+    ),
+    "rotate": Operation(30, 135, True, lambda image, by: image.rotate(by)),
+    "brightness": _enhanced(ImageEnhance.Brightness),
+    "color": _enhanced(ImageEnhance.Color),
+    "contrast": _enhanced(ImageEnhance.Contrast),
+    "sharpness": _enhanced(ImageEnhance.Sharpness),
+    "posterize": Operation(
+        4, 6, False, lambda image, bits: ImageOps.posterize(image, 8 - round(bits))
+    ),
+    "solarize": Operation(
+        255, 255, False, lambda image, by: ImageOps.solarize(image, math.ceil(255 - by))
+    ),
+    "autocontrast": Operation(0, 0, False, lambda image, _: ImageOps.autocontrast(image)),
+    "equalize": Operation(0, 0, False, lambda image, _: ImageOps.equalize(image)),
+}
+_NAMES = tuple(OPERATIONS)
+
+
+@dataclass(frozen=True)
+class _Policy(MovesAlone):
+    """Does some of `OPERATIONS`, drawn at random."""
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        pixels: Pixels = sample[self.field]
+        image = to_pillow(pixels)
+        for _ in range(getattr(self, "num_ops", 1)):
+            name, by = self.draw(pixels.shape[0], pixels.shape[1], rng)
+            image = OPERATIONS[name].apply(image, by)
+        self.put(self.field, np.asarray(image).reshape(pixels.shape), sample, out)
+
+    @abstractmethod
+    def draw(self, height: int, width: int, rng: np.random.Generator) -> tuple[str, float]:
+        """The name of an operation, and its operand for this size of an image."""
+
+
+@dataclass(frozen=True)
+class RandAugment(_Policy):
+    """Does some operations, as `RandAugment` of torchvision does (arXiv 1909.13719).
+
+    Attributes:
+        num_ops: how many.
+        magnitude: their strength, from 0 to 30.
+    """
+
+    num_ops: Annotated[int, Meta(ge=0, le=16)] = 2
+    magnitude: Annotated[int, Meta(ge=0, lt=_NUM_STRENGTHS)] = 9
+
+    def draw(self, height: int, width: int, rng: np.random.Generator) -> tuple[str, float]:
+        name = _NAMES[int(rng.integers(len(_NAMES)))]
+        operation = OPERATIONS[name]
+        strength = self.magnitude / (_NUM_STRENGTHS - 1)
+        if operation.is_signed and rng.random() <= 0.5:
+            strength = -strength
+        size = {"translate_x": width, "translate_y": height}.get(name, 1)
+        return name, strength * (operation.strongest * size)
+
+
+@dataclass(frozen=True)
+class TrivialAugment(_Policy):
+    """Does one operation, as `TrivialAugmentWide` of torchvision does (arXiv 2103.10158)."""
+
+    def draw(self, height: int, width: int, rng: np.random.Generator) -> tuple[str, float]:
+        name = _NAMES[int(rng.integers(len(_NAMES)))]
+        strength = int(rng.integers(_NUM_STRENGTHS)) / (_NUM_STRENGTHS - 1)
+        by = strength * OPERATIONS[name].widest
+        return name, -by if OPERATIONS[name].is_signed and rng.random() <= 0.5 else by

@@ -1,17 +1,22 @@
-"""Images with boxes as YOLO and ultralytics lay them out: a text file of numbers for each image.
+"""Images with annotations, as COCO and YOLO have them.
 
-The form is that of https://docs.ultralytics.com/datasets/detect/: `data.yaml` names the folders
-with images, and the classes. The labels of `images/a.jpg` are in `labels/a.txt`.
+COCO, https://cocodataset.org/#format-data, has one JSON file with lists `images`, `annotations` and
+`categories`. YOLO, https://docs.ultralytics.com/datasets/detect/, has `data.yaml` with the folders
+of images and the classes, and a text file of numbers for each image: the labels of `images/a.jpg`
+are in `labels/a.txt`.
 """
 
 import bisect
+import codecs
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from gyre_daemon.datasets.formats import FormatEntry
 from gyre_daemon.datasets.formats.base import (
@@ -22,10 +27,186 @@ from gyre_daemon.datasets.formats.base import (
     ManifestPlace,
     renamed,
 )
-from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions, check_in_folder
+from gyre_daemon.datasets.formats.files import (
+    FilesFormat,
+    FilesOptions,
+    check_in_folder,
+    checked_path,
+)
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import FileTable, Texts
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+class _Image(msgspec.Struct):
+    """An image; its size is in pixels, and anything else says nothing of it."""
+
+    id: int
+    file_name: str
+    width: Any = None
+    height: Any = None
+
+
+class _Annotation(msgspec.Struct):
+    """An object in an image. Its bbox is left, top, width and height in pixels."""
+
+    image_id: int
+    category_id: int
+    bbox: list[float]
+    area: float | None = None
+    iscrowd: int = 0
+
+
+class _Category(msgspec.Struct):
+    id: int
+    name: str
+
+
+class _Document(msgspec.Struct):
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: list[_Category]
+
+
+_DECODER = msgspec.json.Decoder(_Document)
+
+
+@dataclass(frozen=True, slots=True)
+class CocoOptions:
+    """The keys of a `coco` dataset. Its location is a folder with all of its files.
+
+    Attributes:
+        annotations: the path of the JSON file in that folder, such as
+            `annotations/instances_val2017.json`.
+        images: the path of the folder with the images in that folder, such as `val2017`; that
+            folder itself if empty.
+        fields: of `file`, `path`, `objects`, `image_id`, `num_objects`, `width` and `height`, those
+            to serve; `image=file` serves the files under the name `image`. If empty, all but
+            `path`.
+    """
+
+    annotations: str
+    images: str = ""
+    fields: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse paths that leave the folder."""
+        renamed(self.fields, "fields")
+        check_in_folder("coco", "annotations", self.annotations)
+        if self.images:
+            check_in_folder("coco", "images", self.images)
+
+
+class CocoFormat(FilesFormat):
+    """A `ManifestFormat` whose manifest is a file of annotations."""
+
+    pattern = ""  # many files end with .json
+    reads_apart = True
+
+    def __init__(self, options: CocoOptions) -> None:
+        super().__init__(FilesOptions(fields=options.fields))
+        self._annotations, self._images = options.annotations, options.images.strip("/")
+
+    def manifest_of(self, path: str) -> ManifestPlace | None:
+        folder = path.rstrip("/")
+        return ManifestPlace(f"{folder}/{self._annotations}", path)
+
+    def read_manifest(self, name: str, data: bytes) -> Manifest:
+        try:
+            return _manifest(_DECODER.decode(data.removeprefix(codecs.BOM_UTF8)), self._images)
+        except (ValueError, RecursionError) as error:
+            raise CorruptSample(
+                f"the annotations {name} are damaged: {error}",
+                {"shard": name, "reason": str(error)},
+            ) from error
+
+
+def _manifest(document: _Document, folder: str) -> Manifest:
+    categories = sorted(document.categories, key=lambda each: each.id)
+    labels = _places("categories", [each.id for each in categories])
+    rows = _places("images", [each.id for each in document.images])
+    objects: list[list[_Annotation]] = [[] for _ in rows]
+    for number, each in enumerate(document.annotations):
+        _check(number, each, rows, labels)
+        objects[rows[each.image_id]].append(each)
+    paths = (f"{folder}/{each.file_name}" if folder else each.file_name for each in document.images)
+    names = Texts.of(checked_path(row, path) for row, path in enumerate(paths, 1))
+    described = Texts.of(_described(each, labels) for each in objects)
+    classes = tuple(each.name for each in categories)
+    columns = (
+        ManifestColumn("objects", "json", described, classes),
+        ManifestColumn("image_id", "number", np.array([*rows], np.int64)),
+        ManifestColumn("num_objects", "number", np.array([*map(len, objects)], np.int64)),
+        *_sizes(document.images),
+    )
+    return Manifest(names, columns)
+
+
+def _sizes(images: Sequence[_Image]) -> Iterator[ManifestColumn]:
+    """The width and the height, if all images have them as whole numbers.
+
+    Raises:
+        ValueError: one does not fit into 64 bits.
+    """
+    for name in ("width", "height"):
+        found = [getattr(each, name) for each in images]
+        # 640 for 640.0, as some programs write it
+        values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in found]
+        if any(type(value) is not int for value in values):
+            continue
+        if wrong := [value for value in values if value not in _INT64]:
+            raise ValueError(f"an image has the {name} {wrong[0]}, more than 64 bits hold")
+        yield ManifestColumn(name, "number", np.array(values, np.int64))
+
+
+def _places(what: str, ids: Sequence[int]) -> dict[int, int]:
+    """The place of each id.
+
+    Raises:
+        ValueError: an id is there twice, or does not fit into 64 bits.
+    """
+    places = {each: place for place, each in enumerate(ids)}
+    if len(places) < len(ids):
+        ((twice, _),) = Counter(ids).most_common(1)
+        raise ValueError(f"two {what} have the id {twice}")
+    if any(each not in _INT64 for each in ids):
+        raise ValueError(f"an id of {what} does not fit into 64 bits")
+    return places
+
+
+def _check(
+    number: int, each: _Annotation, rows: Mapping[int, int], labels: Mapping[int, int]
+) -> None:
+    if each.image_id not in rows:
+        raise ValueError(
+            f"annotation {number} has the image_id {each.image_id}, which no image has"
+        )
+    if each.category_id not in labels:
+        raise ValueError(
+            f"annotation {number} has the category_id {each.category_id}, which no category has"
+        )
+    if len(each.bbox) != 4:
+        raise ValueError(f"annotation {number} has a bbox of {len(each.bbox)} numbers, not 4")
+
+
+def _described(objects: Sequence[_Annotation], labels: Mapping[int, int]) -> bytes:
+    return _json_of(
+        bbox=[each.bbox for each in objects],
+        label=[labels[each.category_id] for each in objects],
+        category_id=[each.category_id for each in objects],
+        area=[each.bbox[2] * each.bbox[3] if each.area is None else each.area for each in objects],
+        iscrowd=[each.iscrowd for each in objects],
+    )
+
+
+def _json_of(**lists: list[Any]) -> bytes:
+    """JSON of lists that have a value for each object."""
+    return json.dumps(lists, separators=(",", ":")).encode()
+
+
+COCO = FormatEntry.of(CocoFormat, CocoOptions)
 
 _MAX_BYTES = 1 << 20  # of `data.yaml`; the parser takes some seconds for as much
 # Numbers are parts of an image. Those of boxes at an edge are rounded; ultralytics takes as much.
@@ -67,7 +248,11 @@ class YoloFormat:
         Raises:
             ConfigError: PyYAML is not installed.
         """
-        require_yaml()
+        if importlib.util.find_spec("yaml") is None:
+            raise ConfigError(
+                "the format yolo needs PyYAML, which is not installed. "
+                'Run pip install "gyre-ml[images]".'
+            )
         self._options = options
         self._files = FilesFormat(FilesOptions(fields=options.fields), covers_texts=True)
 
@@ -84,8 +269,7 @@ class YoloFormat:
         return self._files.index_of(table, columns)
 
     def described(self, name: str, data: bytes, names: Texts) -> Described:
-        options = self._options
-        about = yolo_data(name, data, options.split, options.images)
+        about = _yolo_data(name, data, self._options)
         paths = [names[number].decode() for number in range(len(names))]
         places = {path: number for number, path in enumerate(paths) if path.endswith(".txt")}
         inside = tuple(f"{folder}/" if folder else "" for folder in about.folders)
@@ -119,7 +303,9 @@ class YoloFormat:
                 raise CorruptSample(
                     f"the labels {name}, {error}", {"shard": name, "reason": str(error)}
                 ) from error
-            documents.append(_document(objects))
+            documents.append(
+                _json_of(bbox=[box for _, box in objects], label=[label for label, _ in objects])
+            )
             counts.append(len(objects))
         columns = (
             ManifestColumn("objects", "json", Texts.of(documents), about.classes),
@@ -178,15 +364,6 @@ def _around(polygon: Sequence[float]) -> tuple[float, ...]:
     return (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
 
 
-def _document(objects: Sequence[tuple[int, tuple[float, ...]]]) -> bytes:
-    """JSON of lists that have a value for each object."""
-    lists: dict[str, list[Any]] = {
-        "bbox": [box for _, box in objects],
-        "label": [label for label, _ in objects],
-    }
-    return json.dumps(lists, separators=(",", ":")).encode()
-
-
 @dataclass(frozen=True, slots=True)
 class YoloData:
     """The contents of `data.yaml`.
@@ -200,46 +377,27 @@ class YoloData:
     classes: tuple[str, ...]
 
 
-def require_yaml() -> None:
-    """Refuse the format where PyYAML is not installed.
-
-    Raises:
-        ConfigError: names the extra.
-    """
-    if importlib.util.find_spec("yaml") is None:
-        raise ConfigError(
-            "the format yolo needs PyYAML, which is not installed. "
-            'Run pip install "gyre-ml[images]".'
-        )
-
-
-def yolo_data(name: str, data: bytes, split: str, images: Sequence[str]) -> YoloData:
-    """Parse a file of these bytes for one split.
-
-    Its `path` is not read: the dataset's folder is known.
-
-    Args:
-        name: of the file, for errors.
-        data: all of it.
-        split: whose folders are wanted.
-        images: folders to use instead; empty for those of the split.
+def _yolo_data(name: str, data: bytes, options: YoloOptions) -> YoloData:
+    """Parse `data.yaml`. Its `path` is not read: the dataset's folder is known.
 
     Raises:
         CorruptSample: it is no YAML, or its classes make no sense.
         ConfigError: it has no such split, or one that Gyre cannot read.
     """
-    document = _parsed(name, data)
-    if "kpt_shape" in document:
-        raise ConfigError(f"{name} describes keypoints, which are not read")
     try:
+        document = _parsed(data)
         classes = _classes(document.get("names"), document.get("nc"))
     except ValueError as error:
-        facts = {"shard": name, "reason": str(error)}
-        raise CorruptSample(f"the file {name} is damaged: {error}", facts) from error
-    return YoloData(tuple(map(_folder, images or _split(name, document, split))), classes)
+        reason = " ".join(str(error).split())
+        facts = {"shard": name, "reason": reason}
+        raise CorruptSample(f"the file {name} is damaged: {reason}", facts) from error
+    if "kpt_shape" in document:
+        raise ConfigError(f"{name} describes keypoints, which are not read")
+    folders = options.images or _split(name, document, options.split)
+    return YoloData(tuple(map(_folder, folders)), classes)
 
 
-def _parsed(name: str, data: bytes) -> dict[str, Any]:
+def _parsed(data: bytes) -> dict[str, Any]:
     """The mapping that the file is, of texts, lists and mappings.
 
     Texts are as they are written. To give them types, and to merge mappings that others refer to,
@@ -247,16 +405,15 @@ def _parsed(name: str, data: bytes) -> dict[str, Any]:
     """
     import yaml  # noqa: PLC0415  # only this format needs it
 
-    reason = "it is no mapping"
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"it has {len(data)} bytes, more than {_MAX_BYTES}")
     try:
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"it has {len(data)} bytes, more than {_MAX_BYTES}")
         document = yaml.load(data, yaml.BaseLoader)  # makes texts, lists and mappings
-        if isinstance(document, dict):
-            return document
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-    raise CorruptSample(f"the file {name} is damaged: {reason}", {"shard": name, "reason": reason})
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(document, dict):
+        raise ValueError("it is no mapping")
+    return document
 
 
 def _classes(names: Any, count: Any) -> tuple[str, ...]:
