@@ -22,7 +22,15 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from gyre_daemon.runtime.plug_ins import load_script_object
-from gyre_daemon.transforms.recipes import Cost, Field, OneField, Sample, Transform, dtype_of
+from gyre_daemon.transforms.recipes import (
+    Cost,
+    Field,
+    OneField,
+    Sample,
+    Transform,
+    dtype_of,
+    set_of,
+)
 
 Floating = Literal["float32", "float16", "bfloat16"]
 
@@ -293,7 +301,7 @@ class PythonFunction(Transform):
             raise ValueError(
                 f"{self.title} cannot be loaded in a worker: {type(error).__name__}: {error!s:.300}"
             ) from error
-        self._set(call=call, lines=lines, names=())
+        set_of(self, _call=call, _lines=lines)
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -312,7 +320,7 @@ class PythonFunction(Transform):
         return self.is_drawing
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        self._set(names=tuple(fields))
+        set_of(self, _names=tuple(fields))
         if not self.fields:
             return {LEARNT: Field(np.dtype(np.uint8), (LEARNT_BYTES,))}
         return {
@@ -403,8 +411,4 @@ class PythonFunction(Transform):
 
     _call: ClassVar[Callable[..., Any]]
     _lines: ClassVar[dict[str, tuple[int, list[str]]]]
-    _names: ClassVar[tuple[str, ...]]
-
-    def _set(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, f"_{name}", value)  # it is frozen
+    _names: ClassVar[tuple[str, ...]] = ()

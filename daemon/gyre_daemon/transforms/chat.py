@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -14,14 +15,12 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gyre_daemon.transforms.recipes import Field, Sample
+from gyre_daemon.transforms.recipes import Field, OfField, Sample, set_of
 from gyre_daemon.transforms.tokenizer import (
     MANY,
     TOKEN,
-    OfText,
     load_hugging_face,
     read_file,
-    set_of,
     version_of,
 )
 
@@ -37,6 +36,7 @@ _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"  # the name under which tokenizers have their template for tools
 _MAX_REASON_CHARS = 300
 Span = tuple[int, int]
+Render = Callable[..., "Rendered"]  # takes messages and `prompt`, see `_Template.render`
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Templates:
                 f"there is no chat template {wanted!r:.100}; `template` can be: {known}"
             )
 
-    def of(self, conversation: Mapping[str, Any]) -> "Renderer":
-        """A renderer of the messages of one conversation, with its `tools` and `documents`.
+    def of(self, conversation: Mapping[str, Any]) -> "tuple[_Template, Render]":
+        """The template of one conversation, which is rendered with its `tools` and `documents`.
 
         Raises:
             ValueError: these are no lists of objects.
@@ -105,30 +105,8 @@ class Templates:
         name = self._name or _DEFAULT
         if not self._name and given["tools"] is not None and _WITH_TOOLS in self._made:
             name = _WITH_TOOLS
-        return Renderer(self._made[name], {**self._variables, **given})
-
-
-@dataclass(frozen=True, slots=True)
-class Renderer:
-    """Renders beginnings of one conversation."""
-
-    template: "_Template"
-    variables: Mapping[str, Any]
-
-    @property
-    def marks(self) -> bool:
-        """Whether the template itself marks the assistant's words."""
-        return self.template.marks
-
-    def __call__(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> Rendered:
-        """Render messages, with the beginning of an answer behind them if `prompt`.
-
-        Raises:
-            ValueError: the template refuses them.
-        """
-        return self.template.render(
-            {**self.variables, "messages": messages, "add_generation_prompt": prompt}
-        )
+        template = self._made[name]
+        return template, partial(template.render, {**self._variables, **given})
 
 
 class _Generation(jinja2.ext.Extension):
@@ -178,9 +156,18 @@ class _Template:
         self.marks = generation.used
         self._mark = generation.mark
 
-    def render(self, variables: Mapping[str, Any]) -> Rendered:
+    def render(
+        self, variables: Mapping[str, Any], messages: Sequence[_Message], *, prompt: bool
+    ) -> Rendered:
+        """Render messages, with the beginning of an answer behind them if `prompt`.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
         try:
-            text = self._template.render(variables)
+            text = self._template.render(
+                {**variables, "messages": messages, "add_generation_prompt": prompt}
+            )
         except (jinja2.TemplateError, TypeError) as error:
             reason = f"the chat template refuses it: {error!s:.{_MAX_REASON_CHARS}}"
             if "strftime_now" in str(error):
@@ -206,17 +193,10 @@ def _to_json(
     value: object,
     ensure_ascii: bool = False,  # templates may give it by position
     indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    **more: Any,
 ) -> str:
     """JSON without escapes; jinja2's own filter escapes characters for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -231,15 +211,9 @@ def _listed(config: Mapping[str, Any]) -> dict[str, str]:
     found = config.get("chat_template")
     if isinstance(found, str):
         return {_DEFAULT: found}
-    if not isinstance(found, list):
-        return {}
-    return {
-        each["name"]: each["template"]
-        for each in found
-        if isinstance(each, dict)
-        and isinstance(each.get("name"), str)
-        and isinstance(each.get("template"), str)
-    }
+    objects = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else ()
+    pairs = [(each.get("name"), each.get("template")) for each in objects]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -260,7 +234,7 @@ def _objects(conversation: Mapping[str, Any], key: str) -> list[dict[str, Any]] 
 
 
 @dataclass(frozen=True)
-class Chat(OfText):
+class Chat(OfField):
     """Turns conversations into token ids, and says which of them an assistant wrote.
 
     Attributes:
@@ -299,7 +273,7 @@ class Chat(OfText):
         )
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        self.check_text(fields)
+        self.require_bytes(fields)
         return {self.to: Field(TOKEN, MANY), self.mask: Field(np.dtype(np.bool_), MANY)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
@@ -307,11 +281,11 @@ class Chat(OfText):
         loaded: Any = self._loaded  # type: ignore[attr-defined]
         conversation = json.loads(sample[self.field].tobytes())
         messages = _messages(conversation, self.key)
-        render = templates.of(conversation)
+        template, render = templates.of(conversation)
         whole = render(messages, prompt=False)
         first = _last_turn(messages) if self.turns == "last" else 0
         spans: Iterable[Span]
-        if render.marks and self.role == _ASSISTANT:
+        if template.marks and self.role == _ASSISTANT:
             begin = len(_beginning(messages, first, render, whole)) if first else 0
             spans = [span for span in whole.spans if span[0] >= begin]
         else:
@@ -325,7 +299,7 @@ class Chat(OfText):
         self.put(self.mask, counts, sample, out)
 
     def _spans(
-        self, messages: list[_Message], first: int, render: Renderer, whole: Rendered
+        self, messages: list[_Message], first: int, render: Render, whole: Rendered
     ) -> Iterator[Span]:
         """Where the messages of the role are in the text, after the prompts that open them."""
         for number, message in enumerate(messages):
@@ -339,7 +313,7 @@ class Chat(OfText):
                 yield _span_inside(messages, number, render, whole.text)
 
 
-def _span_inside(messages: list[_Message], number: int, render: Renderer, whole: str) -> Span:
+def _span_inside(messages: list[_Message], number: int, render: Render, whole: str) -> Span:
     """Where a message is that its template renders otherwise once others follow.
 
     Such templates leave out the thoughts of earlier turns. With another content, the text
@@ -379,7 +353,7 @@ def _last_turn(messages: list[_Message]) -> int:
     return users[-1] + 1 if users else 0
 
 
-def _beginning(messages: list[_Message], num: int, render: Renderer, whole: Rendered) -> str:
+def _beginning(messages: list[_Message], num: int, render: Render, whole: Rendered) -> str:
     """The text of the first messages.
 
     Raises:

@@ -430,8 +430,10 @@ class Transforms:
         )
 
     async def _described(self, dataset: Dataset, steps: Sequence[Step]) -> Described:
-        recipe = ENCODER.encode(Recipe(list(steps), _source(dataset)))
-        described = await self._pool.workers.describe(recipe, NO_JOB)
+        return await self._describe(Recipe(list(steps), _source(dataset)))
+
+    async def _describe(self, recipe: Recipe) -> Described:
+        described = await self._pool.workers.describe(ENCODER.encode(recipe), NO_JOB)
         if described.error:
             raise ConfigError(described.error)
         return described
@@ -514,11 +516,8 @@ class Transforms:
             Overloaded: no process can be started.
         """
         recipe = msgspec.structs.replace(RECIPE_DECODER.decode(dataset.recipe), engine=engine)
-        encoded = ENCODER.encode(recipe)
-        described = await self._pool.workers.describe(encoded, NO_JOB)
-        if described.error:
-            raise ConfigError(described.error)
-        return replace(dataset, recipe=encoded, cost=described.cost)
+        described = await self._describe(recipe)
+        return replace(dataset, recipe=ENCODER.encode(recipe), cost=described.cost)
 
     def close(self) -> None:
         """End the processes and give back the memory."""
@@ -539,14 +538,11 @@ def _fingerprint(declared: Sequence[Mapping[str, Any]], described: Described) ->
 
 
 def _source(dataset: Dataset) -> list[SourceField]:
-    return [
-        SourceField(each.name, name_of(each.dtype), _shape(each), each.image)
-        for each in dataset.fields
-    ]
-
-
-def _shape(spec: FieldSpec) -> tuple[int | None, ...]:
-    return (None, *spec.shape) if spec.ragged else spec.shape
+    found = []
+    for spec in dataset.fields:
+        shape = (None, *spec.shape) if spec.ragged else spec.shape
+        found.append(SourceField(spec.name, name_of(spec.dtype), shape, spec.image))
+    return found
 
 
 def _checked(made: MadeField) -> FieldSpec:

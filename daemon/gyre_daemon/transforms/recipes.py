@@ -164,6 +164,12 @@ class Transform(ABC):
             sample[name] = value
 
 
+def set_of(transform: Transform, **values: object) -> None:
+    """Set attributes that a transform derives from its options."""
+    for name, value in values.items():
+        object.__setattr__(transform, name, value)  # it is frozen
+
+
 class TooLarge(ValueError):
     """A file may be sound, and declares more than is decoded."""
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.transforms.recipes import Field, OfField, Sample, Transform
+from gyre_daemon.transforms.recipes import Field, OfField, Sample, set_of
 
 BYTES = "bytes"  # in place of a tokenizer's file: each byte is a token
 _MAX_FILE_BYTES = 256 << 20
@@ -30,29 +30,12 @@ TOKEN = np.dtype("<i4")
 Ids = npt.NDArray[np.int32]
 Encode = Callable[[str], Ids]
 MANY = (None,)
+# The endings of the files that these libraries read, one each.
+SENTENCEPIECE, RANKS = ".model", ".tiktoken"
 
 
 @dataclass(frozen=True)
-class OfText(OfField):
-    """A transform of text in UTF-8."""
-
-    @property
-    def is_random(self) -> bool:
-        return False
-
-    def check_text(self, fields: Mapping[str, Field]) -> None:
-        """Refuse a field that cannot be text.
-
-        Raises:
-            ValueError: names it.
-        """
-        before = fields[self.field]
-        if before.dtype != np.uint8 or before.shape != MANY:
-            raise ValueError(f"{self.field!r:.100} is no text, which is bytes in UTF-8")
-
-
-@dataclass(frozen=True)
-class Tokenize(OfText):
+class Tokenize(OfField):
     """Turns text into token ids.
 
     Attributes:
@@ -80,32 +63,27 @@ class Tokenize(OfText):
     def __post_init__(self) -> None:
         """Read the file, whose contents are part of the version."""
         contents = b"" if self.tokenizer == BYTES else read_file(self.tokenizer)
-        encode = load_library(
-            self.tokenizer, contents, self.pattern, special_tokens=self.special_tokens
-        )
-        set_of(self, _contents=contents, _encode=encode)
+        set_of(self, _encode=_by_library(self, contents))
         if contents:
             set_of(self, version=version_of(contents))
 
     @property
     def engines(self) -> Sequence[str]:
-        has_engines = self.engine == "auto" and is_hugging_face(self.tokenizer)
-        return installed_engines() if has_engines else ()
+        is_other = self.tokenizer == BYTES or self.tokenizer.endswith((SENTENCEPIECE, RANKS))
+        if self.engine == "library" or is_other:
+            return ()
+        return [name for name in _LOADERS if importlib.util.find_spec(name)]
 
     def with_engine(self, engine: str) -> "Tokenize":
         if engine not in self.engines:
             return self
         other = replace(self)
-        contents: bytes = other._contents  # type: ignore[attr-defined]
         library: Encode = other._encode  # type: ignore[attr-defined]
-        fast = load_engine(
-            engine, self.tokenizer, contents, library, special_tokens=self.special_tokens
-        )
-        set_of(other, _encode=fast, cost="light")
+        set_of(other, _encode=_by_engine(engine, self, library), cost="light")
         return other
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        self.check_text(fields)
+        self.require_bytes(fields)
         return {self.to: Field(TOKEN, MANY)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
@@ -122,12 +100,6 @@ def _text_of(document: object, key: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"its JSON is no object with text under the key {key!r:.100}")
     return text
-
-
-def set_of(transform: Transform, **values: object) -> None:
-    """Set attributes that a transform derives from its options."""
-    for name, value in values.items():
-        object.__setattr__(transform, name, value)  # it is frozen
 
 
 def read_file(path: str) -> bytes:
@@ -172,28 +144,14 @@ def module_of(name: str) -> Any:
         raise ValueError(f"{name} is not installed. Run pip install 'gyre-ml[text]'.") from error
 
 
-# The endings of the files that these libraries read, one each.
-SENTENCEPIECE, RANKS = ".model", ".tiktoken"
-
-
-def is_hugging_face(path: str) -> bool:
-    """Whether a path is that of a `tokenizer.json`."""
-    return path != BYTES and not path.endswith((SENTENCEPIECE, RANKS))
-
-
-def load_library(path: str, contents: bytes, pattern: str, *, special_tokens: bool) -> Encode:
+def _by_library(options: Tokenize, contents: bytes) -> Encode:
     """A function that turns text into ids, by the library that reads files with this ending.
-
-    Args:
-        path: of the file, or `bytes`.
-        contents: of the file.
-        pattern: with ranks, the regular expression that cuts text into words.
-        special_tokens: whether a `tokenizer.json` adds its special tokens.
 
     Raises:
         ValueError: the file is no tokenizer, the library is missing, or the options do not fit.
     """
-    if pattern and not path.endswith(RANKS):
+    path, special_tokens = options.tokenizer, options.special_tokens
+    if options.pattern and not path.endswith(RANKS):
         raise ValueError(
             f"`pattern` goes with a file of ranks (*{RANKS}), which {path!r:.200} is not"
         )
@@ -202,7 +160,7 @@ def load_library(path: str, contents: bytes, pattern: str, *, special_tokens: bo
     if path.endswith(SENTENCEPIECE):
         return _sentencepiece(path, contents)
     if path.endswith(RANKS):
-        return _ranks(path, contents, pattern)
+        return _ranks(path, contents, options.pattern)
     loaded = load_hugging_face(path, contents)
 
     def encode(text: str) -> Ids:
@@ -259,34 +217,22 @@ def _ranks(path: str, contents: bytes, pattern: str) -> Encode:
 _CHECKED_ONE_IN = 64
 
 
-def installed_engines() -> Sequence[str]:
-    """The engines that can be imported here."""
-    return [name for name in _LOADERS if importlib.util.find_spec(name)]
-
-
-def load_engine(
-    name: str, path: str, contents: bytes, library: Encode, *, special_tokens: bool
-) -> Encode:
-    """A function that turns text into ids as the library does, by an engine.
-
-    Args:
-        name: of the engine.
-        path: of the `tokenizer.json`.
-        contents: of the file.
-        library: gives the ids that count.
-        special_tokens: whether the tokenizer adds those of the file.
+def _by_engine(name: str, options: Tokenize, library: Encode) -> Encode:
+    """A function that turns text into the ids of the library, by an engine.
 
     Raises:
         ValueError: the engine cannot read the file.
     """
+    path = options.tokenizer
     try:
-        fast = _LOADERS[name](path, special_tokens)
-        special = _special_tokens(contents)
+        fast = _LOADERS[name](path, options.special_tokens)
+        added = json.loads(read_file(path)).get("added_tokens") or ()
+        special = re.compile("|".join(re.escape(each["content"]) for each in added))
     except Exception as error:
         raise ValueError(f"{name} cannot read {path!r:.200}: {error!s:.300}") from error
 
     def encode(text: str) -> Ids:
-        if special and special.search(text):
+        if added and special.search(text):
             return library(text)
         ids = fast(text)
         if not zlib.crc32(text.encode()) % _CHECKED_ONE_IN and not np.array_equal(
@@ -298,11 +244,6 @@ def load_engine(
         return ids
 
     return encode
-
-
-def _special_tokens(contents: bytes) -> "re.Pattern[str] | None":
-    added = [each["content"] for each in json.loads(contents).get("added_tokens") or ()]
-    return re.compile("|".join(map(re.escape, added))) if added else None
 
 
 def _tokie(path: str, special_tokens: bool) -> Encode:

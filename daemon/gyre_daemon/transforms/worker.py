@@ -7,6 +7,7 @@ by any worker, and after any restart.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import mmap
@@ -14,8 +15,8 @@ import os
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,7 +40,6 @@ from gyre_daemon.transforms.recipes import (
     Portion,
     Recipe,
     Sample,
-    SourceField,
     Step,
     Transform,
     dtype_of,
@@ -135,9 +135,9 @@ class Chain:
         for name, field in self.made.items():
             if None in field.shape[1:]:
                 raise ValueError(
-                    f"the samples of {name!r:.100} differ in shape {shown(field.shape)}. End with a "
-                    "transform that gives them one, such as random_resized_crop or crop_or_pad, or "
-                    "with flatten."
+                    f"the samples of {name!r:.100} differ in shape {shown(field.shape)}. End with "
+                    "a transform that gives them one, such as random_resized_crop or crop_or_pad, "
+                    "or with flatten."
                 )
         self.ragged = [name for name, field in self.made.items() if None in field.shape]
         if len(self.ragged) > _MAX_RAGGED:
@@ -221,14 +221,11 @@ _EXTRAS = {
 # Transforms of most jobs with images, whose libraries take long to import.
 _PRELOADED = ("decode_image", "random_resized_crop", "horizontal_flip", "to_chw")
 
-_Value = TypeVar("_Value")
-
 
 class Transforming:
     """The chains and the memory that one process has at hand; see `compute_workers.Computation`."""
 
     def __init__(self) -> None:
-        self._chains: OrderedDict[bytes, Chain] = OrderedDict()
         self._exchanges: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._generators = SampleGenerators()
 
@@ -287,7 +284,7 @@ class Transforming:
         memory = self._mapped(descriptor)
         portion = PORTION_DECODER.decode(memoryview(memory)[where])
         try:
-            chain = _kept(self._chains, portion.recipe, _MAX_CHAINS, lambda: _chain(portion.recipe))
+            chain = _chain(portion.recipe)
         except ConfigError as error:
             return Done(numbers[0], reason=str(error)[:_MAX_REASON_CHARS])
         samples = _Samples(portion, memory)
@@ -320,11 +317,15 @@ class Transforming:
         recipe = msgspec.structs.replace(RECIPE_DECODER.decode(portion.recipe), engine="")
         plain = _chain(ENCODER.encode(recipe))
         for number in numbers:
-            made = [
+            first, second = [
                 _results(each, samples.stored(number), self._generators.of(portion.seed, 0, number))
                 for each in (plain, chain)
             ]
-            if not _are_equal(*made):
+            if first is None or second is None:
+                is_equal = first is second
+            else:
+                is_equal = all(map(np.array_equal, first, second))
+            if not is_equal:
                 return Done(
                     number, reason=f"{recipe.steps[0].name} by an engine makes it otherwise"
                 )
@@ -334,12 +335,12 @@ class Transforming:
         """The memory of an exchange, which is mapped once."""
         try:
             file = os.fstat(descriptor)
-            return _kept(
-                self._exchanges,
-                file.st_ino,
-                _MAX_MAPPED,
-                lambda: mmap.mmap(descriptor, file.st_size),
-            )
+            if file.st_ino not in self._exchanges:
+                self._exchanges[file.st_ino] = mmap.mmap(descriptor, file.st_size)
+                if len(self._exchanges) > _MAX_MAPPED:
+                    self._exchanges.popitem(last=False)
+            self._exchanges.move_to_end(file.st_ino)
+            return self._exchanges[file.st_ino]
         finally:
             os.close(descriptor)
 
@@ -381,9 +382,12 @@ class _Samples:
         self._epochs = np.frombuffer(portion.epochs, np.int64)
         self._inputs = [_InputColumn(each, memory) for each in portion.inputs]
         self._outputs = [
-            (each.name, _rows(each, len(self._ids), memory))
-            for each in portion.outputs
-            if not each.ends
+            (
+                out.name,
+                np.ndarray((len(self._ids), *out.shape), dtype_of(out.dtype), memory, out.offset),
+            )
+            for out in portion.outputs
+            if not out.ends
         ]
         self._ragged = [_RaggedColumn(each, memory) for each in portion.outputs if each.ends]
 
@@ -468,18 +472,7 @@ def _results(
         return None
 
 
-def _are_equal(
-    first: list[np.ndarray[Any, Any]] | None, second: list[np.ndarray[Any, Any]] | None
-) -> bool:
-    if first is None or second is None:
-        return first is second
-    return all(map(np.array_equal, first, second))
-
-
-def _rows(field: Output, num: int, memory: mmap.mmap) -> np.ndarray[Any, Any]:
-    return np.ndarray((num, *field.shape), dtype_of(field.dtype), memory, field.offset)
-
-
+@functools.lru_cache(_MAX_CHAINS)
 def _chain(recipe: bytes) -> Chain:
     decoded = RECIPE_DECODER.decode(recipe)
     steps, source = _made(decoded)
@@ -497,12 +490,12 @@ def _made(recipe: Recipe) -> tuple[list[tuple[str, Transform]], Mapping[str, Fie
     steps = [(step.name, _load(place, step)) for place, step in enumerate(recipe.steps)]
     if recipe.engine:
         steps = [(name, transform.with_engine(recipe.engine)) for name, transform in steps]
-    return steps, {each.name: _field(each) for each in recipe.source}
-
-
-def _field(each: SourceField) -> Field:
-    is_final = len(each.shape) == 2 and each.shape[1] == 4  # boxes of sanitize_boxes
-    return Field(dtype_of(each.dtype), each.shape, image=each.image, is_final=is_final)
+    source = {}
+    for each in recipe.source:
+        is_final = len(each.shape) == 2 and each.shape[1] == 4  # boxes of sanitize_boxes
+        dtype = dtype_of(each.dtype)
+        source[each.name] = Field(dtype, each.shape, image=each.image, is_final=is_final)
+    return steps, source
 
 
 def _load(place: int, step: Step) -> Transform:
@@ -526,15 +519,3 @@ def _load(place: int, step: Step) -> Transform:
         raise
     except Exception as error:
         raise ConfigError(f"{where}: {error!s:.300}") from error
-
-
-def _kept(
-    cache: "OrderedDict[Any, _Value]", key: Any, most: int, make: Callable[[], _Value]
-) -> _Value:
-    """The value that a cache has under a key, or a new one; the least recently used goes."""
-    if key not in cache:
-        cache[key] = make()
-        if len(cache) > most:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
