@@ -48,8 +48,7 @@ from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
 from gyre_daemon.storage.base import Draws
-from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.made_samples import Lengths
+from gyre_daemon.transforms.declared import Lengths, TransformedDataset
 
 _MAX_READ_BYTES = 16 << 20  # of a stored field at once
 # Different texts of a column. A filter compares it with a few of them; a column of documents, where

@@ -39,9 +39,8 @@ from gyre_daemon.fetching.transformed import MadeSources
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, compute
 from gyre_daemon.storage.base import Draws
-from gyre_daemon.transforms.declared import TransformedDataset, Transforms
-from gyre_daemon.transforms.made_samples import STEP as CACHE
-from gyre_daemon.transforms.made_samples import Lengths
+from gyre_daemon.transforms.declared import STEP as CACHE
+from gyre_daemon.transforms.declared import Lengths, TransformedDataset, Transforms
 from gyre_daemon.transforms.recipes import Kind
 
 # The first samples, which both make in a fraction of a second. More would delay the first job.

@@ -9,7 +9,7 @@ longest one; then the gaps are closed, so the batch is the same as with measured
 
 *Records* are the made shard with the result of transforms for each sample. The step `cache` reads
 them through the node cache, and a mixture reads the results of its sources' transforms there; see
-[Note: How transformed samples are cached] in `transforms.made_samples`. Where transforms draw
+[Note: How transformed samples are cached] in `transforms.declared`. Where transforms draw
 random numbers, a record depends on the seed and the epoch that a read brings: see [Note: Samples of
 sources that depend on chance] in `storage.base`. Reads that come at the same time, as those of a
 cache do, which fetches block by block, are made together, at the first turn of the jobs that wait
@@ -55,10 +55,11 @@ from gyre_daemon.storage.base import BlockCache, Delays, Draws, Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.transforms.declared import TransformedDataset, Transforms
-from gyre_daemon.transforms.made_samples import (
+from gyre_daemon.transforms.declared import (
     RECORD_BLOCKS,
     RecordIndex,
+    TransformedDataset,
+    Transforms,
     as_records,
     record_shard,
     records_of,
@@ -378,7 +379,7 @@ class CachedRecords(CachedStorage):
 def keep_records(
     cache: NodeCache, threads: FairExecutor, prefix: Dataset, index: RecordIndex, shard: Shard
 ) -> Storage:
-    """The storage of records, behind the node's cache; see `transforms.made_samples.Keep`."""
+    """The storage of records, behind the node's cache; see `transforms.declared.Keep`."""
     assert isinstance(prefix, TransformedDataset)
 
     def block_map(size: int) -> BlockMap:

@@ -6,7 +6,7 @@ from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.fetching.transformed import pieces_of
 from gyre_daemon.storage.base import Reads
-from gyre_daemon.transforms.made_samples import (
+from gyre_daemon.transforms.declared import (
     RECORD_BLOCKS,
     MeasuredIndex,
     RecordIndex,
