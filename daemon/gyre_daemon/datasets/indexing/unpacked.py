@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -129,10 +129,10 @@ class UnpackedShards:
     def _make_room(self, shard: Shard, num_bytes: int, own: Path) -> None:
         with self._lock:
             excess = _num_bytes(self.folder) + num_bytes - self._limit_bytes
-            for folder in self._unused(own) if excess > 0 else ():
-                excess -= _remove_unused(folder)
-                if excess <= 0:
-                    break
+            if excess > 0:
+                others = [each for each in self.folder.iterdir() if each.is_dir() and each != own]
+                for folder in sorted(others, key=lambda each: each.stat().st_mtime_ns):
+                    excess -= _remove_unused(folder) if excess > 0 else 0
         if excess > 0:
             needed, limit = self._limit_bytes + excess, self._limit_bytes
             raise Overloaded(
@@ -141,11 +141,6 @@ class UnpackedShards:
                 "or store the shards uncompressed.",
                 {"shard": shard.name, "needed_bytes": needed, "limit_bytes": limit},
             )
-
-    def _unused(self, own: Path) -> Iterator[Path]:
-        """The folders of other datasets, the oldest first; some may be in use."""
-        folders = [folder for folder in self.folder.iterdir() if folder.is_dir() and folder != own]
-        yield from sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)
 
 
 class UnpackedDataset:
@@ -165,7 +160,7 @@ class UnpackedDataset:
         self._owner = owner
         self._mount = MOUNTS.at(folder)
         names = {_file_name(shard) for shard in shards}
-        self._lock = _lock_and_tidy(folder, lambda: _tidy(folder, names))
+        self._lock = _lock_and_tidy(folder, {_LOCK, *names})
 
     def __del__(self) -> None:
         """Release the lock, so that other daemons may remove the files."""
@@ -205,25 +200,22 @@ def _file_name(shard: Shard) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + ".unpacked"
 
 
-def _lock_and_tidy(folder: Path, tidy: Callable[[], None]) -> int:
-    """Lock a folder shared, and tidy it first if no other daemon has a lock; gives the lock."""
+def _lock_and_tidy(folder: Path, names: set[str]) -> int:
+    """Lock a folder shared; if no other daemon has a lock, remove all files but `names` first."""
     while True:
         make_folder(folder.parent)
         make_folder(folder)
         descriptor = open_ours(folder / _LOCK, os.O_RDWR | os.O_CREAT)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            tidy()
+            for file in folder.iterdir():
+                if file.name not in names:
+                    file.unlink()
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if _is_at(descriptor, folder / _LOCK):
-            return descriptor
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), (folder / _LOCK).stat()):
+                return descriptor
         os.close(descriptor)  # another daemon removed the folder in between
-
-
-def _tidy(folder: Path, names: set[str]) -> None:
-    for file in folder.iterdir():
-        if file.name != _LOCK and file.name not in names:
-            file.unlink()
 
 
 def _remove_unused(folder: Path) -> int:
@@ -253,59 +245,36 @@ def _num_bytes(folder: Path) -> int:
     return total
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def gunzipped(source: BinaryIO) -> Iterator[bytes]:
     """The content of a gzip file, in pieces of at most 4 MiB; its members one after the other.
 
     Raises:
         ValueError: it is no gzip file, or damaged, truncated or a bomb; says which.
     """
-    counts = _Counts()
+    num_read = num_unpacked = 0
     pending = source.read(_READ_BYTES)
     if not pending:
         raise ValueError("it is empty")
     while pending:
-        pending = yield from _member(source, pending, counts)
+        decoder = zlib.decompressobj(_GZIP)
+        has_more = False  # the decoder may hold more output
+        while not decoder.eof:
+            if not pending and not has_more and not (pending := source.read(_READ_BYTES)):
+                raise ValueError("it is truncated")
+            try:
+                piece = decoder.decompress(pending, _PIECE_BYTES)
+            except zlib.error as error:
+                raise ValueError(f"it is no sound gzip file: {error}") from error
+            rest = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
+            num_read += len(pending) - len(rest)
+            num_unpacked += len(piece)
+            if num_unpacked > max(_ALWAYS_ALLOWED_BYTES, _MAX_FACTOR * num_read):
+                raise ValueError(
+                    f"it unpacks to more than {_MAX_FACTOR} times its size: it is no archive of "
+                    "samples"
+                )
+            pending, has_more = rest, len(piece) == _PIECE_BYTES
+            if piece:
+                yield piece
         # Tapes and some tools pad the file with zeros.
         pending = (pending or source.read(_READ_BYTES)).lstrip(b"\0")
-
-
-class _Counts:
-    """The bytes that were read and that came out."""
-
-    def __init__(self) -> None:
-        self._num_read = self._num_unpacked = 0
-
-    def add(self, num_read: int, num_unpacked: int) -> None:
-        self._num_read += num_read
-        self._num_unpacked += num_unpacked
-        if self._num_unpacked > max(_ALWAYS_ALLOWED_BYTES, _MAX_FACTOR * self._num_read):
-            raise ValueError(
-                f"it unpacks to more than {_MAX_FACTOR} times its size: it is no archive of samples"
-            )
-
-
-def _member(source: BinaryIO, pending: bytes, counts: _Counts) -> Generator[bytes, None, bytes]:
-    """Yield the content of one member; return the bytes behind it that were read already."""
-    decoder = zlib.decompressobj(_GZIP)
-    has_more = False  # the decoder may hold more output
-    while not decoder.eof:
-        if not pending and not has_more and not (pending := source.read(_READ_BYTES)):
-            raise ValueError("it is truncated")
-        try:
-            piece = decoder.decompress(pending, _PIECE_BYTES)
-        except zlib.error as error:
-            raise ValueError(f"it is no sound gzip file: {error}") from error
-        rest = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
-        counts.add(len(pending) - len(rest), len(piece))
-        pending = rest
-        has_more = len(piece) == _PIECE_BYTES
-        if piece:
-            yield piece
-    return pending
