@@ -30,6 +30,7 @@ GOOD_QUALITY = 0.95
 _NUM_SAMPLED = 4096
 # With fewer samples in a block, its one request saves too little to give up a global shuffle.
 _MIN_SAMPLES_PER_BLOCK = 4
+_CACHED = "full with the cache"
 
 
 class CostQuery(Struct, frozen=True):
@@ -142,14 +143,22 @@ def _estimate_range_costs(
     cache = _average(index, query.cache_block_bytes)
     served = averages.num_samples * averages.served_bytes * epochs
 
-    def estimate(
-        name: str,
-        requests: float,
-        num_bytes: float,
-        memory_bytes: float,
-        quality: ShuffleQuality,
-    ) -> Estimate:
-        return Estimate(
+    sample_requests = epochs * averages.num_samples * averages.sample_requests
+    sample_bytes = epochs * averages.num_samples * averages.sample_bytes
+    held = min(1.0, query.cache_bytes / max(cache.data_bytes, 1)) if query.cache_bytes else 1.0
+    block_requests, cached_requests = float(epochs * averages.num_blocks), float(cache.num_blocks)
+    if query.is_by_file:
+        block_requests, cached_requests = sample_requests, sample_requests / epochs
+    window_blocks = min(order.window_blocks + 2, averages.num_blocks)
+    held_bytes, window_bytes = held * cache.data_bytes, window_blocks * averages.block_bytes
+    of_cached = held * cached_requests + (1 - held) * sample_requests
+    rows = [
+        ("full", sample_requests, sample_bytes, 0, full_quality),
+        ("block", block_requests, epochs * averages.data_bytes, window_bytes, block_quality),
+        (_CACHED, of_cached, held_bytes + (1 - held) * sample_bytes, held_bytes, full_quality),
+    ]
+    estimates = [
+        Estimate(
             name,
             round(requests),
             round(num_bytes),
@@ -158,30 +167,7 @@ def _estimate_range_costs(
             quality,
             num_opens=round(requests) if query.opens_files else 0,
         )
-
-    sample_requests = epochs * averages.num_samples * averages.sample_requests
-    sample_bytes = epochs * averages.num_samples * averages.sample_bytes
-    held = min(1.0, query.cache_bytes / max(cache.data_bytes, 1)) if query.cache_bytes else 1.0
-    block_requests, cached_requests = float(epochs * averages.num_blocks), float(cache.num_blocks)
-    if query.is_by_file:
-        block_requests, cached_requests = sample_requests, sample_requests / epochs
-    window_blocks = min(order.window_blocks + 2, averages.num_blocks)
-    estimates = [
-        estimate("full", sample_requests, sample_bytes, 0, full_quality),
-        estimate(
-            "block",
-            block_requests,
-            epochs * averages.data_bytes,
-            window_blocks * averages.block_bytes,
-            block_quality,
-        ),
-        estimate(
-            "full with the cache",
-            held * cached_requests + (1 - held) * sample_requests,
-            held * cache.data_bytes + (1 - held) * sample_bytes,
-            held * cache.data_bytes,
-            full_quality,
-        ),
+        for name, requests, num_bytes, memory_bytes, quality in rows
     ]
     return CostReport(estimates, _recommend(query, averages, estimates, held), round(served))
 
@@ -298,31 +284,29 @@ def _estimate_chunk_costs(
     def held(num_bytes: float) -> float:
         return min(1.0, query.cache_bytes / max(num_bytes, 1)) if query.cache_bytes else 1.0
 
-    def estimate(
-        name: str, num_decoded: float, memory_bytes: float, quality: ShuffleQuality
-    ) -> Estimate:
-        num_requests, num_bytes = round(num_decoded * requests), round(num_decoded * stored)
-        return Estimate(
-            name,
-            num_requests,
-            num_bytes,
-            num_decoded * decoded / max(epochs * data_bytes, 1),
-            round(memory_bytes),
-            quality,
-            round(num_decoded),
-            round(num_decoded * decoded),
-        )
-
     taken = whole_pages(chunks.chunk_bytes)  # in the cache
     window_bytes, cached_bytes = window * float(taken.mean()), float(taken.sum())
     of_full, in_window = num_batches * touched(num_chunks), held(window_bytes)
     in_cache = held(cached_bytes)
     of_block = in_window * epochs * num_chunks + (1 - in_window) * num_batches * touched(window)
     of_cached = in_cache * num_chunks + (1 - in_cache) * of_full
+    rows = [
+        ("full", of_full, 0, full_quality),
+        ("block", of_block, window_bytes, block_quality),
+        (_CACHED, of_cached, in_cache * cached_bytes, full_quality),
+    ]
     estimates = [
-        estimate("full", of_full, 0, full_quality),
-        estimate("block", of_block, window_bytes, block_quality),
-        estimate("full with the cache", of_cached, in_cache * cached_bytes, full_quality),
+        Estimate(
+            name,
+            round(num_decoded * requests),
+            round(num_decoded * stored),
+            num_decoded * decoded / max(epochs * data_bytes, 1),
+            round(memory_bytes),
+            quality,
+            round(num_decoded),
+            round(num_decoded * decoded),
+        )
+        for name, num_decoded, memory_bytes, quality in rows
     ]
     advice = _recommend_of_chunks(chunks.noun, query, estimates, in_window, cached_bytes)
     return CostReport(estimates, advice, round(epochs * data_bytes))
