@@ -5,7 +5,6 @@ import contextlib
 import pickle
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -48,17 +47,8 @@ _PIECE_BYTES = 1 << 20
 _MAX_RANGE_BYTES = 8 << 20
 
 
-_ERRORS: Mapping[str, type[GyreError]] = {
-    kind.__name__: kind
-    for kind in (
-        ConfigError,
-        CorruptSample,
-        InvalidRequest,
-        NotAllowed,
-        ShardMissing,
-        StorageUnavailable,
-    )
-}
+_KINDS = ConfigError, CorruptSample, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
+_ERRORS: Mapping[str, type[GyreError]] = {kind.__name__: kind for kind in _KINDS}
 
 
 def scan_workers(server: ComputeServer) -> ComputeWorkers:
@@ -103,47 +93,36 @@ class Scanner:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
             Overloaded: no process can be started.
         """
-        scan = partial(self._scan_shard, run, source, shard, unpacked, seeks=seeks, skips=skips)
+        listed, stored = source.shards[shard], source.local_file(shard)
+        local = unpacked or stored
+        # A process that waits for a slow mount has no deadline; reads by the storage have.
+        is_read = local is None or (local is stored and not source.is_node_local)
+
+        async def read(start: int, stop: int) -> bytes:
+            return (await read_ranges(source, [shard], [start], [stop]))[0]
+
+        async def scan() -> Arrays:
+            if is_read and (seeks or skips):
+                return await self.scan_ranges(
+                    run, listed.name, listed.size_bytes, read, in_windows=skips
+                )
+            if is_read:
+                return await self.scan_stream(run, listed.name, source.stream(shard))
+            assert local
+            pid = (await self._started()).pid
+            async with opened_file(local, listed.name) as file:
+                scanning = self._scan(run, listed.name, file, "file")
+                arrays = await MOUNTS.at(local.root.folder).run_in(pid, scanning)
+            if local is stored:
+                await MOUNTS.run(local.root.folder, check_listed, local, listed)
+            return arrays
+
         try:
             return await scan()
         except CorruptSample as error:
             if not isinstance(error.__cause__, WorkerLost):
                 raise
         return await scan()
-
-    async def _scan_shard(
-        self,
-        run: Run,
-        source: Storage,
-        shard: int,
-        unpacked: LocalFile | None,
-        *,
-        seeks: bool,
-        skips: bool,
-    ) -> Arrays:
-        """See `scan`."""
-        listed, stored = source.shards[shard], source.local_file(shard)
-        local = unpacked or stored
-        # A process that waits for a slow mount has no deadline; reads by the storage have.
-        is_read = local is None or (local is stored and not source.is_node_local)
-        if is_read and (seeks or skips):
-
-            async def read(start: int, stop: int) -> bytes:
-                return (await read_ranges(source, [shard], [start], [stop]))[0]
-
-            return await self.scan_ranges(
-                run, listed.name, listed.size_bytes, read, in_windows=skips
-            )
-        if is_read:
-            return await self.scan_stream(run, listed.name, source.stream(shard))
-        assert local
-        pid = (await self._started()).pid
-        async with opened_file(local, listed.name) as file:
-            scanning = self._scan(run, listed.name, file, "file")
-            arrays = await MOUNTS.at(local.root.folder).run_in(pid, scanning)
-        if local is stored:
-            await MOUNTS.run(local.root.folder, check_listed, local, listed)
-        return arrays
 
     async def scan_stream(self, run: Run, name: str, chunks: AsyncIterator[bytes]) -> Arrays:
         """Scan a stream, which is closed at the end.
@@ -238,7 +217,7 @@ async def scanned(reply: bytes) -> Arrays:
     """The arrays in a reply.
 
     Raises:
-        GyreError: as the reply tells.
+        GyreError: the error that the reply tells.
         WorkerLost: it is none.
     """
     try:
@@ -246,14 +225,9 @@ async def scanned(reply: bytes) -> Arrays:
     except ValueError as error:
         raise WorkerLost(is_hung=False) from error
     if failure:
-        raise to_error(failure)
+        kind, message, facts = msgspec.json.decode(failure, type=tuple[str, str, dict[str, str]])
+        raise _ERRORS.get(kind, GyreError)(message, dict[str, Any](facts))
     return arrays
-
-
-def to_error(text: str) -> GyreError:
-    """The error that a reply tells."""
-    kind, message, facts = msgspec.json.decode(text, type=tuple[str, str, dict[str, str]])
-    return _ERRORS.get(kind, GyreError)(message, dict[str, Any](facts))
 
 
 async def _receive(
@@ -277,8 +251,7 @@ async def _send_all(connection: socket.socket, chunks: AsyncIterator[bytes]) -> 
     except ConnectionError:
         return
     finally:
-        close = getattr(chunks, "aclose", None)
-        if close:
+        if close := getattr(chunks, "aclose", None):
             await close()
     connection.shutdown(socket.SHUT_WR)
 

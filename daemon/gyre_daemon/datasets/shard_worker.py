@@ -22,7 +22,6 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import BinaryIO, Literal, cast
 
 import msgspec
@@ -75,34 +74,21 @@ class ShardScan:
         assert all(known_formats.FORMATS.values())
 
     def answer(self, body: memoryview, descriptors: Sequence[int]) -> bytes:
-        """Scan one shard."""
+        """Scan one shard; the reply tells why it fails."""
         run, name, kind = pickle.loads(body)
-        return reply_of(name, partial(_scan, run, name, descriptors[0], kind))
-
-
-def reply_of(name: str, scan: Callable[[], Arrays]) -> bytes:
-    """The reply for one shard: the scan's result, or why it fails."""
-    try:
-        return encode("", scan())
-    except GyreError as error:
-        failure = error
-    except OSError as error:
-        failure = file_error(name, error)
-    except MemoryError:
-        reason = f"its index needs more than {MAX_DATA_BYTES >> 30} GiB"
-        failure = CorruptSample(f"shard {name}: {reason}", {"shard": name, "reason": reason})
-    return failure_reply(failure)
-
-
-def failure_reply(failure: GyreError) -> bytes:
-    """The reply for a shard that was not scanned."""
-    facts = {key: str(value)[:1000] for key, value in failure.facts.items()}
-    return encode(json.dumps([type(failure).__name__, str(failure)[:10_000], facts]), {})
-
-
-def _scan(run: Run, name: str, descriptor: int, kind: Kind) -> Arrays:
-    with _open(descriptor, kind) as file:
-        return run(name, file)
+        failure: GyreError
+        try:
+            with _open(descriptors[0], kind) as file:
+                return encode("", run(name, file))
+        except GyreError as error:
+            failure = error
+        except OSError as error:
+            failure = file_error(name, error)
+        except MemoryError:
+            reason = f"its index needs more than {MAX_DATA_BYTES >> 30} GiB"
+            failure = CorruptSample(f"shard {name}: {reason}", {"shard": name, "reason": reason})
+        facts = {key: str(value)[:1000] for key, value in failure.facts.items()}
+        return encode(json.dumps([type(failure).__name__, str(failure)[:10_000], facts]), {})
 
 
 def _open(descriptor: int, kind: Kind) -> BinaryIO:
@@ -296,11 +282,8 @@ class ShardFields(Struct, frozen=True):
         media: Counter[str] = Counter()  # by why they were not decoded; empty for those that were
         order = np.argsort(self.start, axis=None, kind="stable")
         order = order[~self.skipped.ravel()[order]]
-        columns = (order, self.start.ravel()[order], self.size.ravel()[order])
-        reserved = self.reserved.ravel()[order].tolist()
-        for (place, start, size), room in zip(
-            zip(*(column.tolist() for column in columns), strict=True), reserved, strict=True
-        ):
+        columns = [each.ravel()[order].tolist() for each in (self.start, self.size, self.reserved)]
+        for place, start, size, room in zip(order.tolist(), *columns, strict=True):
             sample, number = divmod(place, len(self.specs))
             spec = self.specs[number]
             if spec.media_type.startswith("video/"):

@@ -15,7 +15,7 @@ import glob
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,13 +100,8 @@ class ManifestReader:
             shard = storage.shards[0]
             (data,) = await read_ranges(storage, [0], [0], [shard.size_bytes])
             return await compute(listed.read_manifest, shard.name, data)
-        scanner = Scanner(self._processes)
-        try:
-            async with self._turns:
-                arrays = await scanner.scan(partial(_run, listed), storage, 0)
-        finally:
-            scanner.kill()
-        return await _received(storage.shards[0].name, arrays)
+        run, name = partial(_run, listed), storage.shards[0].name
+        return await self._scanned(name, lambda scanner: scanner.scan(run, storage, 0))
 
     async def parse(
         self, listed: DescribedFormat, described: Described, texts: Sequence[bytes]
@@ -123,13 +118,25 @@ class ManifestReader:
         """
         sizes = np.array([len(text) for text in texts], np.int64)
         run = partial(_run_described, listed, described, sizes)
+        return await self._scanned(
+            _LABELS, lambda scanner: scanner.scan_stream(run, _LABELS, _portions(texts))
+        )
+
+    async def _scanned(self, name: str, scan: Callable[[Scanner], Awaitable[Arrays]]) -> Manifest:
+        """The manifest that a compute worker makes."""
         scanner = Scanner(self._processes)
         try:
             async with self._turns:
-                arrays = await scanner.scan_stream(run, _LABELS, _portions(texts))
+                arrays = await scan(scanner)
         finally:
             scanner.kill()
-        return await _received(_LABELS, arrays)
+        try:
+            return await compute(_from_arrays, arrays)
+        except (KeyError, ValueError, TypeError) as error:
+            reason = "the process that read it has failed"
+            raise CorruptSample(
+                f"the manifest {name}: {reason}", {"shard": name, "reason": reason}
+            ) from error
 
 
 async def _portions(texts: Sequence[bytes]) -> AsyncIterator[bytes]:
@@ -146,16 +153,6 @@ def _run_described(
 ) -> Arrays:
     texts = Texts.joined([file.read()], sizes)
     return _as_arrays(listed.manifest(described, [texts[row] for row in range(len(texts))]))
-
-
-async def _received(name: str, arrays: Arrays) -> Manifest:
-    try:
-        return await compute(_from_arrays, arrays)
-    except (KeyError, ValueError, TypeError) as error:
-        reason = "the process that read it has failed"
-        raise CorruptSample(
-            f"the manifest {name}: {reason}", {"shard": name, "reason": reason}
-        ) from error
 
 
 def _run(listed: ManifestFormat, name: str, file: BinaryIO) -> Arrays:
@@ -196,7 +193,7 @@ def _texts(arrays: Arrays, number: int) -> Texts:
     return Texts(data, ends)
 
 
-async def read_described(
+async def _read_described(
     opener: StorageOpener,
     location: Location,
     config: DatasetConfig,
@@ -204,7 +201,7 @@ async def read_described(
     about: Storage,
     manifests: ManifestReader,
 ) -> Manifest:
-    """The manifest of a folder whose samples are described by files of their own.
+    """The manifest of a folder whose samples are described by files next to them.
 
     Args:
         opener: of storages.
@@ -213,12 +210,6 @@ async def read_described(
         listed: its format.
         about: the file that describes all samples, as the only shard.
         manifests: makes the manifest.
-
-    Raises:
-        CorruptSample: a file is damaged.
-        ConfigError: the options do not fit the files.
-        InvalidRequest: the files that describe samples are too large together, or cannot be listed.
-        ShardMissing, NotAllowed, StorageUnavailable: a file cannot be read.
     """
     (shard,) = about.shards
     (data,) = await read_ranges(about, [0], [0], [shard.size_bytes])
@@ -232,24 +223,15 @@ async def read_described(
             f"the files that describe those of {location.text} have {total} bytes, more than "
             f"{_MAX_BYTES}; split it into several datasets"
         )
-    texts = await _read_files(files, described.texts, sizes)
-    return await manifests.parse(listed, described, texts)
-
-
-async def _read_files(
-    files: Storage, numbers: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> Sequence[bytes]:
-    """Whole files; empty ones are not read."""
-    texts = [b""] * len(numbers)
-    wanted = np.flatnonzero(sizes)
+    texts = [b""] * len(sizes)
+    wanted = np.flatnonzero(sizes)  # empty files are not read
     for begin in range(0, len(wanted), _FILES_AT_ONCE):
         some = wanted[begin : begin + _FILES_AT_ONCE]
-        found = await read_ranges(
-            files, numbers[some].tolist(), [0] * len(some), sizes[some].tolist()
-        )
-        for number, text in zip(some.tolist(), found, strict=True):
-            texts[number] = text
-    return texts
+        numbers = described.texts[some].tolist()
+        found = await read_ranges(files, numbers, [0] * len(some), sizes[some].tolist())
+        for row, text in zip(some.tolist(), found, strict=True):
+            texts[row] = text
+    return await manifests.parse(listed, described, texts)
 
 
 class FileListing(Struct, frozen=True):
@@ -302,7 +284,7 @@ async def list_files(
         storage = await _open_manifest(opener, location, config, listed, place)
         _check_one(place.path, storage)
         if isinstance(listed, DescribedFormat):
-            manifest = await read_described(opener, location, config, listed, storage, manifests)
+            manifest = await _read_described(opener, location, config, listed, storage, manifests)
         else:
             assert isinstance(listed, ManifestFormat)
             manifest = await manifests.read(listed, storage)
@@ -403,17 +385,17 @@ async def find_format(
             # names are there ten times sooner than the size and times of each file
             entries = await opener.names_in(location, config.storage, follow_links=follow_links)
             shards = possible_shards([name for name in entries if not name.endswith("/")])
-            if by_name := format_by_name(location.text, shards):
+            if by_name := _format_by_name(location.text, shards):
                 return FoundFormat(by_name)
         listed = await opener.open(location, config.storage, "*", follow_links=follow_links)
         names = [shard.name.rpartition("/")[2] for shard in listed.shards]
         shards = possible_shards(names)
-        if by_name := format_by_name(location.text, shards):
+        if by_name := _format_by_name(location.text, shards):
             return FoundFormat(by_name)
         if all(map(may_be_array, shards)):  # more likely facts about the data in the folders
             await _check_no_data_below(opener, location, config)
-        by_head = await _by_head(location, listed, names, shards)
-        return FoundFormat(by_head, pattern_of(shards))
+        by_head = await _format_by_head(location, listed, names, shards)
+        return FoundFormat(by_head, _pattern_of(shards))
     except ShardMissing as missing:
         path = Path(location.paths[0])
         if location.scheme == "file" and await MOUNTS.run(path, path.is_file):
@@ -451,22 +433,8 @@ async def _check_no_data_below(
             raise no_match(location.text, "*", [], [folder + name for name in found])
 
 
-async def _by_head(location: Location, listed: Storage, names: list[str], shards: list[str]) -> str:
-    """The format that the first bytes of evenly chosen shards say."""
-    wanted = set(shards[:: -(-len(shards) // _MAX_HEADS)] if shards else ())
-    numbers = [number for number, name in enumerate(names) if name in wanted]
-    sizes = [min(head_bytes(names[number]), listed.shards[number].size_bytes) for number in numbers]
-    heads = await read_ranges(listed, numbers, [0] * len(numbers), sizes)
-    by_name = {names[number]: head for number, head in zip(numbers, heads, strict=True) if head}
-    return format_by_head(location.text, len(shards), by_name)
-
-
-def format_by_name(location: str, names: Sequence[str]) -> str | None:
-    """The one format that the names of some of the files have; None if they have none.
-
-    Args:
-        location: for messages.
-        names: of possible shards, without folders.
+def _format_by_name(location: str, names: Sequence[str]) -> str | None:
+    """The one format that the names of possible shards have; None if they have none.
 
     Raises:
         InvalidRequest: several formats fit.
@@ -494,22 +462,30 @@ def is_named_like_a_shard(name: str) -> bool:
     return any(matches_any(name, pattern) for pattern in PATTERNS.values())
 
 
-def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) -> str:
-    """The one format whose signature begins all of the files.
-
-    Args:
-        location: for messages.
-        num_files: how many possible shards there are.
-        heads: the first `head_bytes` of some of them, by name.
+async def _format_by_head(
+    location: Location, listed: Storage, names: list[str], shards: list[str]
+) -> str:
+    """The one format whose signature begins evenly chosen shards.
 
     Raises:
         ShardMissing: no known format begins so.
         InvalidRequest: they begin differently.
     """
+    wanted = set(shards[:: -(-len(shards) // _MAX_HEADS)] if shards else ())
+    numbers = [number for number, name in enumerate(names) if name in wanted]
+    sizes = [
+        min(
+            _JSON_HEAD_BYTES if may_be_array(names[number]) else _HEAD_BYTES,
+            listed.shards[number].size_bytes,
+        )
+        for number in numbers
+    ]
+    read = await read_ranges(listed, numbers, [0] * len(numbers), sizes)
+    heads = {names[number]: head for number, head in zip(numbers, read, strict=True) if head}
     found = {shard: _recognised(shard, head) for shard, head in heads.items()}
     if not any(found.values()):
         looked_for = ", ".join(f"{pattern} ({name})" for name, pattern in PATTERNS.items())
-        others = f" It has {num_files} other files, such as {next(iter(heads))}." if heads else ""
+        others = f" It has {len(shards)} other files, such as {next(iter(heads))}." if heads else ""
         if any(map(may_be_array, heads)):
             others += (
                 " A .json file counts if it has an array of objects, or an object in each line."
@@ -517,22 +493,17 @@ def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) ->
         packages = ", ".join(installed_names())
         enabled = f" Formats of installed packages must be named: {packages}." if packages else ""
         raise ShardMissing(
-            f"no file of {location} has a name of a known format, or begins like one.{others}"
+            f"no file of {location.text} has a name of a known format, or begins like one.{others}"
             f"{enabled} Looked for {looked_for}; if the files are of one of these, say so as "
             "`format`, and name them by a pattern"
         )
     if len(set(found.values())) > 1:
         each = ", ".join(f"{shard} ({name or 'unknown'})" for shard, name in found.items())
         raise InvalidRequest(
-            f"the files of {location} begin differently: {each}; say which are meant, by a pattern "
-            "or a list"
+            f"the files of {location.text} begin differently: {each}; say which are meant, by a "
+            "pattern or a list"
         )
     return next(iter(found.values()))
-
-
-def head_bytes(name: str) -> int:
-    """How many first bytes of a file of this name tell its format."""
-    return _JSON_HEAD_BYTES if may_be_array(name) else _HEAD_BYTES
 
 
 def _recognised(name: str, head: bytes) -> str:
@@ -545,7 +516,7 @@ def _recognised(name: str, head: bytes) -> str:
     return next((name for name, entry in FORMATS.items() if entry.recognises(head)), "")
 
 
-def pattern_of(shards: Sequence[str]) -> str:
+def _pattern_of(shards: Sequence[str]) -> str:
     """A pattern of the names of possible shards, for a format that was found by their bytes."""
     if all(map(may_be_array, shards)):
         return FORMATS["jsonl"].ambiguous_pattern

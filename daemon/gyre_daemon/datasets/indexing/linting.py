@@ -118,22 +118,20 @@ async def lint_dataset(
             failure = opening.damaged.get(scanned.number)
             yield tally.scanned(opening, scanned.number, failure)
     if tally.progress.num_scanned == 0:  # nothing is scanned in this format
-        tally.all_scanned()
-    sound = [each for each in numbers if each not in opening.damaged]
-    shards = _SoundShards(opening, sound)
+        tally.progress = replace(tally.progress, num_scanned=tally.progress.num_shards)
+    shards = _SoundShards(opening, [each for each in numbers if each not in opening.damaged])
     try:
         index, damaged = await _assemble(indexer, opening, shards)
     except CorruptSample as failure:
         yield tally.unfit(failure)
         return
-    known = np.array([each.sample for each in damaged], np.int64)
+    if not index.num_samples:
+        for number in range(len(shards.shards)):
+            yield tally.checked(shards, CheckedShard(number, 0, 0, 0, ()))
+        return
     by_shard: dict[int, list[DamagedSample]] = {}
     for each in damaged:
         by_shard.setdefault(each.shard, []).append(each)
-    if not index.num_samples:
-        for number in range(len(shards.shards)):
-            yield tally.checked(shards, CheckedShard(number, 0, 0, 0, ()), (), None)
-        return
     fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
     index = with_fields(index, fields)
     chunks = chunks_of(index)
@@ -142,22 +140,22 @@ async def lint_dataset(
         opening.location,
         decoded or shards,
         index,
-        known,
+        np.array([each.sample for each in damaged], np.int64),
         fields,
         refresh=True,
         check_media=check_media,
     )
     async with contextlib.aclosing(checking) as checked:
         async for shard in checked:
-            if decoded:
-                number, first = shard.number, shard.first_sample
-                failed = {each.sample for each in decoded.failed_samples(number, first)}
-                damages = [each for each in shard.damages if each.sample not in failed]
-                left = replace(shard, damages=damages)
-                yield tally.checked(shards, left, (), None, decoded.failures_of(number))
+            number = shard.number
+            if not decoded:
+                empty = await compute(_first_empty, index, shard)
+                yield tally.checked(shards, shard, by_shard.get(number, ()), empty)
                 continue
-            empty = await compute(_first_empty, index, shard)
-            yield tally.checked(shards, shard, by_shard.get(shard.number, ()), empty)
+            failed = {each.sample for each in decoded.failed_samples(number, shard.first_sample)}
+            left = [each for each in shard.damages if each.sample not in failed]
+            its = replace(shard, damages=left)
+            yield tally.checked(shards, its, failures=decoded.failures_of(number))
 
 
 def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
@@ -237,20 +235,15 @@ class _Tally:
         self.progress = progress
         self._num_named = 0
 
-    def all_scanned(self) -> None:
-        self.progress = replace(self.progress, num_scanned=self.progress.num_shards)
-
     def scanned(
         self, opening: OpeningDataset, number: int, failure: CorruptSample | None
     ) -> LintProgress:
-        num_scanned, findings = self.progress.num_scanned + 1, []
-        num_checked = self.progress.num_checked
-        if failure:
-            findings.append(_of_shard(opening.source.shards[number].name, failure))
-            num_checked += 1  # no sample of it can be
-        num_damaged = len(opening.damaged or {})
+        name = opening.source.shards[number].name
         return self._next(
-            findings, num_scanned=num_scanned, num_checked=num_checked, num_damaged=num_damaged
+            [_of_shard(name, failure)] if failure else [],
+            num_scanned=self.progress.num_scanned + 1,
+            num_checked=self.progress.num_checked + bool(failure),  # no sample of it can be
+            num_damaged=len(opening.damaged or {}),
         )
 
     def unfit(self, failure: CorruptSample) -> LintProgress:
@@ -262,12 +255,11 @@ class _Tally:
         self,
         shards: _SoundShards,
         shard: CheckedShard,
-        damaged: Sequence[DamagedSample],
-        empty: tuple[int, int, int] | None,
+        damaged: Sequence[DamagedSample] = (),
+        empty: tuple[int, int, int] | None = None,
         failures: Sequence[CorruptSample] = (),
     ) -> LintProgress:
         files = shards.shards[shard.number]
-        name = files.name
 
         def of_sample(kind: FindingKind, sample: int, offset: int, reason: str) -> Finding:
             sample_id = sample if shards.are_all else None
@@ -279,10 +271,9 @@ class _Tally:
         findings = [
             of_sample("corrupt", sample, offset, reason) for offset, sample, reason in sorted(bad)
         ]
-        failures = (*failures, *([shard.failure] if shard.failure else ()))
-        findings += [_of_shard(name, failure) for failure in failures]
+        findings += [_of_shard(files.name, each) for each in (*failures, shard.failure) if each]
         if not shard.num_samples:
-            findings.append(Finding("odd", name, 0, None, "it has no sample"))
+            findings.append(Finding("odd", files.name, 0, None, "it has no sample"))
         if empty:
             sample, offset, num_empty = empty
             reason = f"{num_empty} samples have nothing in any field; this is the first"
@@ -309,14 +300,9 @@ class _Tally:
 
 def _of_shard(name: str, failure: CorruptSample) -> Finding:
     facts = failure.facts
-    offset, reason = str(facts.get("offset", 0)), str(facts.get("reason", failure))
-    return Finding(
-        "corrupt",
-        str(facts.get("shard", name)) or name,
-        int(offset) if offset.isdecimal() else 0,
-        None,
-        reason,
-    )
+    offset, shard = str(facts.get("offset", 0)), str(facts.get("shard", name)) or name
+    place = int(offset) if offset.isdecimal() else 0
+    return Finding("corrupt", shard, place, None, str(facts.get("reason", failure)))
 
 
 def _first_empty(index: SampleIndex, shard: CheckedShard) -> tuple[int, int, int] | None:
@@ -326,10 +312,8 @@ def _first_empty(index: SampleIndex, shard: CheckedShard) -> tuple[int, int, int
     """
     ids = np.arange(shard.first_sample, shard.first_sample + shard.num_samples)
     extents = index.locate(ids)
-    if not extents.size.shape[1]:
-        return None
     empty = np.flatnonzero(~extents.size.any(axis=1))
-    if not len(empty):
+    if not extents.size.shape[1] or not len(empty):
         return None
     first = int(empty[0])
     return int(ids[first]), int(extents.start[first, 0]), len(empty)
