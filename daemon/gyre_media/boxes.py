@@ -19,54 +19,43 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.transforms.recipes import Cost, Field, Sample, Transform
+from gyre_daemon.transforms.recipes import Cost, Field, Sample, Transform, shown
 from msgspec import Meta
 
 _JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def parsed(data: npt.NDArray[np.uint8]) -> Any:
-    """The value of a JSON document.
-
-    Raises:
-        ValueError: it is not valid JSON.
-    """
+def _parsed(data: npt.NDArray[np.uint8]) -> Any:
     try:
         return _JSON.decode(data.data)
     except msgspec.DecodeError:
         return json.loads(data.tobytes())  # reads the NaN that Python writes, or raises the error
 
 
-def values_at(document: Any, key: str) -> Any:
+def _values_at(value: Any, key: str) -> Any:
     """The value at a key, with dots between the keys of nested objects.
 
     In a list, the key is looked up in each element. So `objects.bbox` finds the boxes of
     `{"objects": {"bbox": [...]}}` and of `{"objects": [{"bbox": ...}, ...]}`.
-
-    Raises:
-        ValueError: an object lacks the key.
     """
-    return _at(document, key.split(".") if key else [], key)
+
+    def at(value: Any, keys: Sequence[str]) -> Any:
+        for place, each in enumerate(keys):
+            if isinstance(value, list):
+                return [at(element, keys[place:]) for element in value]
+            if not isinstance(value, dict) or each not in value:
+                where = f"{each!r:.100} of the key {key!r:.200}"
+                raise ValueError(f"its JSON has nothing under {where}")
+            value = value[each]
+        return value
+
+    return at(value, key.split(".") if key else [])
 
 
-def _at(value: Any, keys: Sequence[str], whole: str) -> Any:
-    for place, key in enumerate(keys):
-        if isinstance(value, list):
-            return [_at(each, keys[place:], whole) for each in value]
-        if not isinstance(value, dict) or key not in value:
-            raise ValueError(f"its JSON has nothing under {key!r:.100} of the key {whole!r:.200}")
-        value = value[key]
-    return value
-
-
-def column(
+def _column(
     found: Any, key: str, num_boxes: int, classes: Sequence[int | str] | None = None
 ) -> list[Any]:
-    """The values of boxes, or their places in a list of classes.
-
-    Raises:
-        ValueError: there are more or fewer than boxes, or one is no class.
-    """
+    """The values of boxes, or their places in a list of classes."""
     if not isinstance(found, list) or len(found) != num_boxes:
         has = f"{len(found)} values" if isinstance(found, list) else f"{found!r:.100}"
         raise ValueError(f"the key {key!r:.100} has {has} for {num_boxes} boxes")
@@ -87,22 +76,17 @@ _CORNERS_X, _CORNERS_Y = [0, 2, 2, 0], [1, 1, 3, 3]
 _LEAST_DEPTH = 1e-9  # of points that a perspective sends behind the eye
 
 
-def boxes_field(length: int | None, image: str) -> Field:
+def _boxes_field(length: int | None, image: str) -> Field:
     """The field of boxes with this many per sample."""
     return Field(np.dtype(np.float32), (length, NUM_COLUMNS), is_whole=True, image=image)
 
 
-def check_boxes(name: str, field: Field) -> None:
-    """Refuse a field that breaks [Note: Boxes between transforms].
-
-    Raises:
-        ValueError: it is not.
-    """
+def _check_boxes(name: str, field: Field) -> None:
+    """Refuse a field that breaks [Note: Boxes between transforms]."""
     if field.dtype != np.float32 or len(field.shape) != 2 or field.shape[1] != NUM_COLUMNS:
-        shape = ", ".join("*" if length is None else str(length) for length in field.shape)
         raise ValueError(
-            f"{name!r:.100} is {field.dtype.name} [{shape}], and boxes that move with their image "
-            "are float32 [*, 5], as decode_boxes makes them"
+            f"{name!r:.100} is {field.dtype.name} {shown(field.shape)}, and boxes that move with "
+            "their image are float32 [*, 5], as decode_boxes makes them"
         )
 
 
@@ -113,7 +97,7 @@ def moved_field(name: str, fields: Mapping[str, Field], image: str) -> Field:
         ValueError: they are not boxes, or not of this image.
     """
     field = fields[name]
-    check_boxes(name, field)
+    _check_boxes(name, field)
     if field.image not in ("", image) and not field.is_whole and fields[image].is_whole:
         raise ValueError(
             f"the boxes {name!r:.100} have moved with {field.image!r:.100}, and {image!r:.100} has "
@@ -145,8 +129,8 @@ def moved(boxes: npt.NDArray[Any], matrix: Matrix, height: int, width: int) -> B
     """
     before = boxes.astype(np.float64)
     around = _around(before[:, :4], matrix)
-    inside = clipped(around, height, width)
-    return as_boxes(inside, before[:, 4] * visible_parts(inside, around))
+    inside = _clipped(around, height, width)
+    return _as_boxes(inside, before[:, 4] * _visible_parts(inside, around))
 
 
 def _around(corners: npt.NDArray[np.float64], matrix: Matrix) -> npt.NDArray[np.float64]:
@@ -164,28 +148,28 @@ def _around(corners: npt.NDArray[np.float64], matrix: Matrix) -> npt.NDArray[np.
     return np.stack([to_x.min(1), to_y.min(1), to_x.max(1), to_y.max(1)], 1)
 
 
-def as_boxes(corners: npt.NDArray[Any], visible: npt.NDArray[Any]) -> Boxes:
+def _as_boxes(corners: npt.NDArray[Any], visible: npt.NDArray[Any]) -> Boxes:
     """Boxes of their corners, [n, 4], and of their visible fractions, [n]."""
     made = np.empty((len(corners), NUM_COLUMNS), np.float32)
     made[:, :4], made[:, 4] = corners, visible
     return made
 
 
-def clipped(corners: npt.NDArray[Any], height: int, width: int) -> npt.NDArray[Any]:
+def _clipped(corners: npt.NDArray[Any], height: int, width: int) -> npt.NDArray[Any]:
     """Boxes [n, 4], cut at the edges of an image."""
     inside: npt.NDArray[Any] = np.minimum(np.maximum(corners, 0), (width, height, width, height))
     return inside
 
 
-def visible_parts(inside: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _visible_parts(inside: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """The areas [n] of boxes divided by those of others; 0 where the others' are 0."""
-    all_of_it = areas(whole)
+    all_of_it = _areas(whole)
     parts = np.zeros(len(whole))
-    np.divide(areas(inside), all_of_it, out=parts, where=all_of_it > 0)
+    np.divide(_areas(inside), all_of_it, out=parts, where=all_of_it > 0)
     return parts
 
 
-def areas(corners: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _areas(corners: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The areas [n] of boxes [n, 4], in pixels."""
     found: npt.NDArray[Any] = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
     return found
@@ -252,35 +236,32 @@ class DecodeBoxes(Transform):
                 "and before transforms that cut, resize or mirror."
             )
         stored = fields[self.field]
-        if _is_json(stored):
+        if stored.dtype == np.uint8 and stored.shape == (None,):
             made = {name: Field(self._dtype(name), (None,)) for name in self.fields}
-            return {self.to: boxes_field(None, self.image), **made}
+            return {self.to: _boxes_field(None, self.image), **made}
         if self.key or self.fields:
             raise ValueError(f"`key` and `fields` are for JSON, and {self.field!r:.100} is numbers")
         is_number = stored.dtype.kind in "iuf"
         if not is_number or len(stored.shape) not in (1, 2) or stored.shape[1:] not in ((), (4,)):
-            shape = ", ".join("*" if length is None else str(length) for length in stored.shape)
             raise ValueError(
-                f"{self.field!r:.100} is {stored.dtype.name} [{shape}], and boxes are numbers "
-                "[n, 4] or [n * 4], or JSON"
+                f"{self.field!r:.100} is {stored.dtype.name} {shown(stored.shape)}, and boxes are "
+                "numbers [n, 4] or [n * 4], or JSON"
             )
         length = stored.shape[0]
         if length is not None and len(stored.shape) == 1:
             length //= 4
-        return {self.to: boxes_field(length, self.image)}
+        return {self.to: _boxes_field(length, self.image)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         stored = sample[self.field]
         height, width = sample[self.image].shape[:2]
-        if stored.dtype == np.uint8 and stored.ndim == 1:
-            document = parsed(stored)
-            found = values_at(document, self.key)
-        else:
-            document, found = None, stored
+        is_json = stored.dtype == np.uint8 and stored.ndim == 1
+        document = _parsed(stored) if is_json else None
+        found = _values_at(document, self.key) if is_json else stored
         boxes = self._boxes(found, height, width)
         self.put(self.to, boxes, sample, out)
         for name, key in self.fields.items():
-            values = column(values_at(document, key), key, len(boxes), self.classes.get(name))
+            values = _column(_values_at(document, key), key, len(boxes), self.classes.get(name))
             self.put(name, _cast(values, key, self._dtype(name)), sample, out)
 
     def _boxes(self, found: Any, height: int, width: int) -> npt.NDArray[np.float32]:
@@ -290,13 +271,13 @@ class DecodeBoxes(Transform):
         if self.normalized:
             corners = corners * (width, height, width, height)
         self._require(stored, (corners[:, 2:] >= corners[:, :2]).all(1), "a negative length")
-        inside = clipped(corners, height, width)
+        inside = _clipped(corners, height, width)
         if self.outside == "refuse":
             size = f"places outside of the image of {width} x {height} pixels"
             fits = (np.abs(corners - inside) <= _SLACK_PIXELS).all(1)
             self._require(stored, fits, f'{size} (`outside = "clip"` cuts such boxes)')
-        visible = visible_parts(inside, corners) if self.outside == "clip" else areas(inside) > 0
-        return as_boxes(inside, visible)
+        visible = _visible_parts(inside, corners) if self.outside == "clip" else _areas(inside) > 0
+        return _as_boxes(inside, visible)
 
     def _require(self, stored: npt.NDArray[Any], holds: Any, what: str) -> None:
         if not holds.all():
@@ -306,10 +287,6 @@ class DecodeBoxes(Transform):
 
     def _dtype(self, name: str) -> np.dtype[np.generic]:
         return np.dtype(np.float32 if name in self.floats else np.int64)
-
-
-def _is_json(stored: Field) -> bool:
-    return stored.dtype == np.uint8 and stored.shape == (None,)
 
 
 def _rows(found: Any, name: str) -> npt.NDArray[np.float64]:
@@ -402,7 +379,7 @@ class SanitizeBoxes(Transform):
         return [self.boxes, *self.fields, *([self.image] if self.normalized else [])]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        check_boxes(self.boxes, fields[self.boxes])
+        _check_boxes(self.boxes, fields[self.boxes])
         if self.normalized and len(fields[self.image].shape) != 3:
             raise ValueError(f"{self.image!r:.100} is no image; put this before the layout changes")
         length = self.max_boxes or fields[self.boxes].shape[0]

@@ -366,7 +366,9 @@ class RecordIndex(SampleIndex):
 
     def locate(self, sample_ids: Int64Array) -> Extents:
         found = self._sized.locate(sample_ids)
-        size = self._without_left_out(sample_ids, found.size)
+        size = found.size
+        if len(self._left_out):
+            size = np.where(np.isin(sample_ids, self._left_out)[:, None], 0, size)
         start = self.starts[sample_ids][:, None] + np.cumsum(size, axis=1) - size
         return Extents(np.zeros(len(sample_ids), np.int64), start, size, indexed=found.indexed)
 
@@ -381,11 +383,6 @@ class RecordIndex(SampleIndex):
 
     def digest(self) -> bytes:
         return b"records" + self._sized.digest() + self._left_out.astype("<i8").tobytes()
-
-    def _without_left_out(self, sample_ids: Int64Array, size: Int64Array) -> Int64Array:
-        if not len(self._left_out):
-            return size
-        return np.where(np.isin(sample_ids, self._left_out)[:, None], 0, size)
 
     def _find_starts(self) -> Int64Array:
         if not self._differ:

@@ -149,11 +149,7 @@ class Catalog:
     def resolve(
         self, name: str, readable: Collection[str] | None = None
     ) -> tuple[str, DatasetConfig]:
-        """A configured dataset.
-
-        Args:
-            name: of the dataset.
-            readable: the names that exist for the one who asks; None for all.
+        """A configured dataset, of the `readable` names that exist for the caller; None for all.
 
         Raises:
             UnknownDataset: there is none of this name; lists those that there are.
@@ -261,13 +257,7 @@ class Catalog:
     async def prefix(
         self, name: str, config: DatasetConfig, dataset: Dataset, num_shards: int
     ) -> Prefix:
-        """The first shards of an open dataset as one of their own; found once.
-
-        Args:
-            name: from `resolve`.
-            config: from `resolve`.
-            dataset: from `open`.
-            num_shards: of the first shards; 1 to as many as the dataset has.
+        """The first `num_shards` shards, one or more, of an open dataset as one of their own.
 
         Raises:
             InvalidRequest: a shard has changed since the dataset was opened.
@@ -289,8 +279,7 @@ class Catalog:
 
     async def num_shards_then(self, dataset: Dataset, fingerprint: str) -> int:
         """How many shards a dataset had when it had this fingerprint; 0 if that is not known."""
-        then = await remembered(self._records, dataset.uri, fingerprint)
-        return len(then)
+        return len(await remembered(self._records, dataset.uri, fingerprint))
 
     async def index(
         self,
@@ -302,13 +291,8 @@ class Catalog:
     ) -> AsyncGenerator[IndexProgress, None]:
         """List the shards again, index the stale ones, and report each shard.
 
-        Sessions that begin later see the result.
-
-        Args:
-            name: from `resolve`.
-            config: from `resolve`.
-            with_checksums: take the checksums of every local shard, which reads all of it.
-            shards: index these alone, and leave the dataset as it is; None for all.
+        Sessions that begin later see the result. With `shards`, these alone are indexed, and the
+        dataset stays as it is. With checksums, every local shard is read whole.
 
         Raises:
             Overloaded: an index cannot be stored; otherwise as `open`.
@@ -349,14 +333,7 @@ class Catalog:
         check_media: CheckMedia,
         shards: range | None = None,
     ) -> "AsyncGenerator[LintProgress, None]":
-        """Read every shard and check every sample, whatever was found before; see `lint_dataset`.
-
-        Args:
-            name: from `resolve`.
-            config: from `resolve`.
-            check_media: see `lint_dataset`.
-            shards: these alone; None for all.
-        """
+        """Read every shard and check every sample; see `lint_dataset`."""
         # no job needs what checks samples
         from gyre_daemon.datasets.indexing.linting import lint_dataset  # noqa: PLC0415
 
@@ -388,13 +365,9 @@ class Catalog:
 
     async def _remembered(self, dataset: Dataset) -> Dataset:
         """The dataset, whose shards are kept for the day when a cursor of it does not fit."""
-        arguments = self._records, dataset.uri
-        await save_version(*arguments, dataset.shards, dataset.fingerprint)
-
-        async def changed_since(fingerprint: str) -> str:
-            return await what_changed(*arguments, fingerprint, dataset)
-
-        return replace(dataset, what_changed=changed_since)
+        await save_version(self._records, dataset.uri, dataset.shards, dataset.fingerprint)
+        changed = partial(what_changed, self._records, dataset)
+        return replace(dataset, what_changed=changed)
 
     def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
         """Keep a dataset, unless its definition was replaced while it was being opened.

@@ -141,7 +141,7 @@ async def load_previous(
         named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
         shards = {shard.name: shard for shard in storage.shards}
         return PreviousIndex(shards, named, before.fingerprint)
-    arrays = await records.load(_key(name, location), None, _read_record)
+    arrays = await records.load(_key(location, name), None, _read_record)
     if arrays is None:
         return PreviousIndex({}, {}, "")
     stored, digest = _read_record(arrays)
@@ -173,7 +173,7 @@ async def save_record(
     Raises:
         Overloaded: it cannot be stored.
     """
-    await records.save(_key(name, location), None, _arrays_of(shards, fingerprint))
+    await records.save(_key(location, name), None, _arrays_of(shards, fingerprint))
 
 
 async def save_version(
@@ -185,19 +185,17 @@ async def save_version(
     """
     if len(shards) > _MAX_REMEMBERED:
         return
-    key = _version_key(location, fingerprint)
+    key = _key(location, f"version {fingerprint}")
     if await records.load(key, None, _read_record) is None:
         await records.try_to_save(key, None, _arrays_of(shards, fingerprint))
 
 
-async def what_changed(
-    records: SidecarStore, location: str, fingerprint: str, dataset: Dataset
-) -> str:
+async def what_changed(records: SidecarStore, dataset: Dataset, fingerprint: str) -> str:
     """How the shards of a dataset differ from those that once had a fingerprint.
 
     Empty if nothing is known of these.
     """
-    then = await remembered(records, location, fingerprint)
+    then = await remembered(records, dataset.uri, fingerprint)
     if not then:
         return ""
     before = {shard.name: shard.size_bytes for shard in then}
@@ -226,7 +224,7 @@ async def what_changed(
 
 async def remembered(records: SidecarStore, location: str, fingerprint: str) -> Sequence[Shard]:
     """The shards that once had a fingerprint; empty if that is not known."""
-    arrays = await records.load(_version_key(location, fingerprint), None, _read_record)
+    arrays = await records.load(_key(location, f"version {fingerprint}"), None, _read_record)
     return () if arrays is None else _read_record(arrays)[0]
 
 
@@ -238,12 +236,8 @@ def _arrays_of(shards: Sequence[Shard], fingerprint: str) -> Arrays:
     }
 
 
-def _key(name: str, location: str) -> SidecarKey:
-    return SidecarKey(location, name, 0, "", "dataset/1")
-
-
-def _version_key(location: str, fingerprint: str) -> SidecarKey:
-    return SidecarKey(location, f"version {fingerprint}", 0, "", "dataset/1")
+def _key(location: str, of: str) -> SidecarKey:
+    return SidecarKey(location, of, 0, "", "dataset/1")
 
 
 class ShardChanges:
