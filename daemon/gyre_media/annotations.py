@@ -145,11 +145,7 @@ def _manifest(document: _Document, folder: str) -> Manifest:
 
 
 def _sizes(images: Sequence[_Image]) -> Iterator[ManifestColumn]:
-    """The width and the height, if all images have them as whole numbers.
-
-    Raises:
-        ValueError: one does not fit into 64 bits.
-    """
+    """The width and the height, if all images have them as whole numbers."""
     for name in ("width", "height"):
         found = [getattr(each, name) for each in images]
         # 640 for 640.0, as some programs write it
@@ -162,11 +158,7 @@ def _sizes(images: Sequence[_Image]) -> Iterator[ManifestColumn]:
 
 
 def _places(what: str, ids: Sequence[int]) -> dict[int, int]:
-    """The place of each id.
-
-    Raises:
-        ValueError: an id is there twice, or does not fit into 64 bits.
-    """
+    """The place of each id."""
     places = {each: place for place, each in enumerate(ids)}
     if len(places) < len(ids):
         ((twice, _),) = Counter(ids).most_common(1)
@@ -322,11 +314,7 @@ def labels_path(image: str) -> str:
 
 
 def _objects(text: bytes, num_classes: int) -> list[tuple[int, tuple[float, ...]]]:
-    """The class and the box of each object: center, width and height.
-
-    Raises:
-        ValueError: a line has no object; names it.
-    """
+    """The class and the box of each object: center, width and height."""
     found = []
     for number, line in enumerate(text.decode("utf-8-sig").splitlines(), 1):
         if not line.strip():

@@ -220,11 +220,7 @@ def _opened(data: memoryview) -> Iterator[Image.Image]:
 
 
 def _in_eight_bits(image: Image.Image) -> Image.Image:
-    """The image, with gray levels of up to 16 bits cut to 8: Pillow's own conversion clips them.
-
-    Raises:
-        ValueError: its pixels are no levels.
-    """
+    """The image, with gray levels of up to 16 bits cut to 8: Pillow's own conversion clips them."""
     _check_levels(image)
     if not image.mode.startswith("I"):  # a PPM of mode "I" was scaled to 16 bits
         image.load()
@@ -242,11 +238,7 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _stored_numbers(image: Image.Image) -> Image.Image:
-    """The numbers of a file: Pillow stretches gray levels of fewer than 8 bits to 0 to 255.
-
-    Raises:
-        ValueError: it stretches or inverts them in another way.
-    """
+    """The numbers of a file: Pillow stretches gray levels of fewer than 8 bits to 0 to 255."""
     tiles = getattr(image, "tile", None)  # of images that a file holds
     codec, _, _, args = tiles[0] if tiles else ("", None, 0, "")
     form, *more = args if isinstance(args, tuple) else (args,)

@@ -333,16 +333,7 @@ def _sample_costs(packed: Packed, rule: CostRule) -> Callable[[Int64Array], Floa
 
 
 def _ragged_lengths(dataset: Dataset, field: str, argument: str) -> LengthsOf:
-    """Looks the lengths of samples up, in elements of a field.
-
-    Args:
-        dataset: whose samples.
-        field: its name.
-        argument: which of the loader's names it, for the error.
-
-    Raises:
-        InvalidRequest: it is no ragged field of the dataset.
-    """
+    """Looks the lengths of samples up, in elements of a field."""
     index = dataset.sized
     stored = stored_fields(index.fields if dataset.transforms else dataset.fields)
     ragged = [spec.name for spec in stored if spec.ragged]

@@ -96,11 +96,7 @@ class Truncate(Transform):
         return {name: self._made_of(name, fields[name]) for name in self.inputs}
 
     def _check_masks(self, fields: Mapping[str, Field]) -> None:
-        """Refuse a random cut that would leave a mask, or cut it elsewhere.
-
-        Raises:
-            ValueError: the mask is bool, and `masks` does not name it.
-        """
+        """Refuse a random cut that would leave a mask, or cut it elsewhere."""
         if fields[self.field].dtype == np.bool_:
             raise ValueError(
                 f"{self.field!r:.100} is a mask, and would be cut elsewhere than its sequence. "
@@ -125,11 +121,7 @@ class Truncate(Transform):
             self.put(name, kept, sample, out)
 
     def _kept(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """The same part of the sequence and of its masks.
-
-        Raises:
-            ValueError: a mask has another length than the sequence.
-        """
+        """The same part of the sequence and of its masks."""
         length = len(sample[self.field])
         for name in self.masks:
             if len(sample[name]) != length:
@@ -345,11 +337,7 @@ class PythonFunction(Transform):
         self.put(LEARNT, text, sample, out)
 
     def _returned(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """The function's results for a sample, as arrays.
-
-        Raises:
-            ValueError: it fails, or returns no dict of arrays.
-        """
+        """The function's results for a sample, as arrays."""
         try:
             found = self._call(sample, rng=rng) if self.is_drawing else self._call(sample)
         except Exception as error:
@@ -373,11 +361,7 @@ class PythonFunction(Transform):
         return arrays
 
     def _check(self, returned: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Compare a result with the fields.
-
-        Raises:
-            ValueError: names the field that differs.
-        """
+        """Compare a result with the fields."""
         for name in {**self.fields, **returned}:
             made, value = self.fields.get(name), returned.get(name)
             if made is None or value is None:

@@ -319,9 +319,6 @@ def _span_inside(messages: list[_Message], number: int, render: Render, whole: s
     Such templates leave out the thoughts of earlier turns. With another content, the text
     differs in the content alone; the text behind it in the template shows in the beginning of the
     conversation that ends with the message.
-
-    Raises:
-        ValueError: the text differs elsewhere, too.
     """
     mark = f"\ufdd0{secrets.token_hex(8)}"
     marked = {**messages[number], "content": mark}
@@ -354,11 +351,7 @@ def _last_turn(messages: list[_Message]) -> int:
 
 
 def _beginning(messages: list[_Message], num: int, render: Render, whole: Rendered) -> str:
-    """The text of the first messages.
-
-    Raises:
-        ValueError: the template renders them otherwise when others follow.
-    """
+    """The text of the first messages."""
     text = render(messages[:num], prompt=False).text
     if not whole.text.startswith(text):
         raise ValueError(
@@ -386,11 +379,7 @@ def _messages(document: object, key: str) -> list[_Message]:
 
 
 def _message(number: int, found: _Message) -> _Message:
-    """A message with its role; one of ShareGPT with the names that templates know.
-
-    Raises:
-        ValueError: it has no role, or an unknown one.
-    """
+    """A message with its role; one of ShareGPT with the names that templates know."""
     if isinstance(found.get("role"), str):
         return found
     source = found.get("from")

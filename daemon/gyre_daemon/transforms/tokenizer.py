@@ -145,11 +145,7 @@ def module_of(name: str) -> Any:
 
 
 def _by_library(options: Tokenize, contents: bytes) -> Encode:
-    """A function that turns text into ids, by the library that reads files with this ending.
-
-    Raises:
-        ValueError: the file is no tokenizer, the library is missing, or the options do not fit.
-    """
+    """A function that turns text into ids, by the library that reads files with this ending."""
     path, special_tokens = options.tokenizer, options.special_tokens
     if options.pattern and not path.endswith(RANKS):
         raise ValueError(
@@ -218,11 +214,7 @@ _CHECKED_ONE_IN = 64
 
 
 def _by_engine(name: str, options: Tokenize, library: Encode) -> Encode:
-    """A function that turns text into the ids of the library, by an engine.
-
-    Raises:
-        ValueError: the engine cannot read the file.
-    """
+    """A function that turns text into the ids of the library, by an engine."""
     path = options.tokenizer
     try:
         fast = _LOADERS[name](path, options.special_tokens)

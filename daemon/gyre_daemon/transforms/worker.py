@@ -482,11 +482,7 @@ def _chain(recipe: bytes) -> Chain:
 
 
 def _made(recipe: Recipe) -> tuple[list[tuple[str, Transform]], Mapping[str, Field]]:
-    """The transforms of a recipe, and the fields that it begins with.
-
-    Raises:
-        ConfigError: a transform cannot be loaded, or an option is wrong.
-    """
+    """The transforms of a recipe, and the fields that it begins with."""
     steps = [(step.name, _load(place, step)) for place, step in enumerate(recipe.steps)]
     if recipe.engine:
         steps = [(name, transform.with_engine(recipe.engine)) for name, transform in steps]

@@ -201,16 +201,7 @@ async def _read_described(
     about: Storage,
     manifests: ManifestReader,
 ) -> Manifest:
-    """The manifest of a folder whose samples are described by files next to them.
-
-    Args:
-        opener: of storages.
-        location: of the folder.
-        config: of the dataset.
-        listed: its format.
-        about: the file that describes all samples, as the only shard.
-        manifests: makes the manifest.
-    """
+    """The manifest of a folder whose samples are described by files next to them."""
     (shard,) = about.shards
     (data,) = await read_ranges(about, [0], [0], [shard.size_bytes])
     files, table = await opener.open_files(
@@ -413,11 +404,7 @@ async def find_format(
 async def _check_no_data_below(
     opener: StorageOpener, location: Location, config: DatasetConfig
 ) -> None:
-    """Refuse a folder that has shards only in its folders.
-
-    Raises:
-        ShardMissing: names them.
-    """
+    """Refuse a folder that has shards only in its folders."""
     if len(location.paths) != 1:
         return
 
@@ -434,11 +421,7 @@ async def _check_no_data_below(
 
 
 def _format_by_name(location: str, names: Sequence[str]) -> str | None:
-    """The one format that the names of possible shards have; None if they have none.
-
-    Raises:
-        InvalidRequest: several formats fit.
-    """
+    """The one format that the names of possible shards have; None if they have none."""
     found = {name: its for name, each in PATTERNS.items() if (its := matching(names, each))}
     if len(found) > 1:
         each = ", ".join(f"{its[0]} ({name}, {len(its)} such)" for name, its in found.items())
@@ -465,12 +448,7 @@ def is_named_like_a_shard(name: str) -> bool:
 async def _format_by_head(
     location: Location, listed: Storage, names: list[str], shards: list[str]
 ) -> str:
-    """The one format whose signature begins evenly chosen shards.
-
-    Raises:
-        ShardMissing: no known format begins so.
-        InvalidRequest: they begin differently.
-    """
+    """The one format whose signature begins evenly chosen shards."""
     wanted = set(shards[:: -(-len(shards) // _MAX_HEADS)] if shards else ())
     numbers = [number for number, name in enumerate(names) if name in wanted]
     sizes = [

@@ -171,11 +171,7 @@ def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
 async def _assemble(
     indexer: Indexer, opening: OpeningDataset, shards: "_SoundShards"
 ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-    """The index of the shards that can be read, and its samples that are damaged.
-
-    Raises:
-        CorruptSample: they do not make one dataset.
-    """
+    """The index of the shards that can be read, and its samples that are damaged."""
     if opening.scan is None:
         inspected = await indexer.probed(opening, opening.source, refresh=True)
     else:
