@@ -253,19 +253,15 @@ class AnnotatedTransform(ImageTransform):
     def _made_of(self, name: str, fields: Mapping[str, Field], image: str) -> Field:
         """Each output has the shape of its input, but no longer the pixels of its file."""
         is_index = fields[name].is_index
-        made = self.made_of(name, fields[name])
+        made = self._output_of(name, fields[name])
         return replace(made, is_whole=False, image=image, is_index=is_index)
 
-    def made_of(self, name: str, before: Field) -> Field:
-        """The output field of the image or of a mask.
-
-        Raises:
-            ValueError: it is no image.
-        """
+    def _output_of(self, name: str, before: Field) -> Field:
+        """The output field of the image or of a mask."""
         check_image(name, before)
         return before
 
-    def put_all(
+    def _put_all(
         self,
         change: Callable[[Pixels, bool], Pixels],
         matrix: Matrix,
@@ -279,9 +275,6 @@ class AnnotatedTransform(ImageTransform):
             matrix: where it sends points of the image.
             sample: see `Transform.apply`.
             out: see `Transform.apply`.
-
-        Raises:
-            ValueError: a mask has another size than the image.
         """
         height, width = sample[self.field].shape[:2]
         for name in self.masks:
@@ -323,11 +316,11 @@ class _Crop(AnnotatedTransform):
         """Reject invalid sizes."""
         pair(self.size)
 
-    def made_of(self, name: str, before: Field) -> Field:
+    def _output_of(self, name: str, before: Field) -> Field:
         channels = check_image(name, before)
         return Field(before.dtype, (*pair(self.size), channels))
 
-    def put_part(
+    def _put_part(
         self,
         begin: Sequence[int],
         sides: Sequence[tuple[int, int]],
@@ -353,7 +346,7 @@ class _Crop(AnnotatedTransform):
             bordered = _bordered(pixels, sides, mode, levels[is_mask])
             return bordered[top : top + height, left : left + width]
 
-        self.put_all(change, shifted(before - left, above - top), sample, out)
+        self._put_all(change, shifted(before - left, above - top), sample, out)
 
 
 @dataclass(frozen=True)
@@ -386,7 +379,7 @@ class RandomResizedCrop(_Crop):
         box = self.box(image.shape[0], image.shape[1], rng)
         (top, left, tall, wide), (height, width) = box, pair(self.size)
         matrix = scaled(width / wide, height / tall) @ shifted(-left, -top)
-        self.put_all(lambda pixels, is_mask: self.cut(pixels, box, is_mask), matrix, sample, out)
+        self._put_all(lambda pixels, is_mask: self.cut(pixels, box, is_mask), matrix, sample, out)
 
     def cut(self, image: Pixels, box: tuple[int, int, int, int], is_mask: bool = False) -> Pixels:
         """A rectangle of an image or of a mask, in the size of the result."""
@@ -463,7 +456,7 @@ class Resize(AnnotatedTransform):
         """Reject invalid sizes."""
         pair(self.size)
 
-    def made_of(self, name: str, before: Field) -> Field:
+    def _output_of(self, name: str, before: Field) -> Field:
         channels = check_image(name, before)
         height, width = (None, None) if isinstance(self.size, int) else self.size
         return Field(before.dtype, (height, width, channels))
@@ -488,7 +481,7 @@ class Resize(AnnotatedTransform):
             return resized(pixels, height, width, how, antialias=self.antialias)
 
         matrix = scaled(width / image.shape[1], height / image.shape[0])
-        self.put_all(change, matrix, sample, out)
+        self._put_all(change, matrix, sample, out)
 
 
 @dataclass(frozen=True)
@@ -502,7 +495,7 @@ class CenterCrop(_Crop):
             added = max(0, wanted - length)
             sides.append((added // 2, added - added // 2))
             begin.append(round((length + added - wanted) / 2))
-        self.put_part(begin, sides, sample, out)
+        self._put_part(begin, sides, sample, out)
 
 
 @dataclass(frozen=True)
@@ -546,7 +539,7 @@ class RandomCrop(_Crop):
         ]
         begin = [int(rng.integers(each + 1)) for each in spare]
         levels = self.fill, self.mask_fill
-        self.put_part(begin, sides, sample, out, self.padding_mode, levels)
+        self._put_part(begin, sides, sample, out, self.padding_mode, levels)
 
 
 def _bordered(image: Pixels, sides: Sequence[tuple[int, int]], mode: str, level: int) -> Pixels:
@@ -585,13 +578,13 @@ class HorizontalFlip(AnnotatedTransform):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         if rng.random() >= self.p:
-            self.put_all(lambda pixels, _: pixels, shifted(0, 0), sample, out)
+            self._put_all(lambda pixels, _: pixels, shifted(0, 0), sample, out)
             return
         height, width = sample[self.field].shape[:2]
         matrix = shifted(width, 0) @ scaled(-1, 1)
         if self._axis == 0:
             matrix = shifted(0, height) @ scaled(1, -1)
-        self.put_all(self._mirrored, matrix, sample, out)
+        self._put_all(self._mirrored, matrix, sample, out)
 
     def _mirrored(self, pixels: Pixels, is_mask: bool) -> Pixels:
         flipped: Pixels = cv2.flip(pixels, self._axis).reshape(pixels.shape)  # type: ignore[assignment]
@@ -638,7 +631,7 @@ class _Warp(AnnotatedTransform):
             how: Interpolation = "nearest" if is_mask else self.interpolation
             return warped(pixels, matrix, how, self.mask_fill if is_mask else self.fill)
 
-        self.put_all(change, matrix, sample, out)
+        self._put_all(change, matrix, sample, out)
 
 
 @dataclass(frozen=True)

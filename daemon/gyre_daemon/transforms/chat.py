@@ -36,11 +36,11 @@ _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"  # the name under which tokenizers have their template for tools
 _MAX_REASON_CHARS = 300
 Span = tuple[int, int]
-Render = Callable[..., "Rendered"]  # takes messages and `prompt`, see `_Template.render`
+Render = Callable[..., "_Rendered"]  # takes messages and `prompt`, see `_Template.render`
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class _Rendered:
     """A conversation as text.
 
     Attributes:
@@ -52,7 +52,7 @@ class Rendered:
     spans: Sequence[Span]
 
 
-class Templates:
+class _Templates:
     """The chat templates next to a `tokenizer.json`, by their names.
 
     Attributes:
@@ -62,14 +62,8 @@ class Templates:
     def __init__(self, tokenizer: str, name: str, variables: Mapping[str, object]) -> None:
         """Read `chat_template.jinja` and others next to it, else from `tokenizer_config.json`.
 
-        Args:
-            tokenizer: the path of the `tokenizer.json`.
-            name: of the template for all conversations; "" for `default`, or `tool_use` where there
-                is one and a conversation has tools.
-            variables: given to the templates, together with the conversation.
-
-        Raises:
-            ValueError: there is no template, none of this name, or one cannot be read.
+        Without a name the template is `default`, or `tool_use` where there is one and a
+        conversation has tools.
         """
         beside = Path(tokenizer).with_name("tokenizer_config.json")
         config_bytes = read_file(str(beside))
@@ -96,11 +90,7 @@ class Templates:
             )
 
     def of(self, conversation: Mapping[str, Any]) -> "tuple[_Template, Render]":
-        """The template of one conversation, which is rendered with its `tools` and `documents`.
-
-        Raises:
-            ValueError: these are no lists of objects.
-        """
+        """The template of one conversation, which is rendered with its `tools` and `documents`."""
         given = {key: _objects(conversation, key) for key in ("tools", "documents")}
         name = self._name or _DEFAULT
         if not self._name and given["tools"] is not None and _WITH_TOOLS in self._made:
@@ -158,7 +148,7 @@ class _Template:
 
     def render(
         self, variables: Mapping[str, Any], messages: Sequence[_Message], *, prompt: bool
-    ) -> Rendered:
+    ) -> _Rendered:
         """Render messages, with the beginning of an answer behind them if `prompt`.
 
         Raises:
@@ -182,7 +172,7 @@ class _Template:
             if number % 2:
                 spans.append((ends, ends + len(part)))
             ends += len(part)
-        return Rendered("".join(parts), spans)
+        return _Rendered("".join(parts), spans)
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -264,7 +254,7 @@ class Chat(OfField):
     def __post_init__(self) -> None:
         """Read the files, whose contents are part of the version."""
         contents = read_file(self.tokenizer)
-        templates = Templates(self.tokenizer, self.template, self.variables)
+        templates = _Templates(self.tokenizer, self.template, self.variables)
         set_of(
             self,
             version=version_of(contents, *templates.contents),
@@ -277,7 +267,7 @@ class Chat(OfField):
         return {self.to: Field(TOKEN, MANY), self.mask: Field(np.dtype(np.bool_), MANY)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        templates: Templates = self._templates  # type: ignore[attr-defined]
+        templates: _Templates = self._templates  # type: ignore[attr-defined]
         loaded: Any = self._loaded  # type: ignore[attr-defined]
         conversation = json.loads(sample[self.field].tobytes())
         messages = _messages(conversation, self.key)
@@ -299,7 +289,7 @@ class Chat(OfField):
         self.put(self.mask, counts, sample, out)
 
     def _spans(
-        self, messages: list[_Message], first: int, render: Render, whole: Rendered
+        self, messages: list[_Message], first: int, render: Render, whole: _Rendered
     ) -> Iterator[Span]:
         """Where the messages of the role are in the text, after the prompts that open them."""
         for number, message in enumerate(messages):
@@ -350,7 +340,7 @@ def _last_turn(messages: list[_Message]) -> int:
     return users[-1] + 1 if users else 0
 
 
-def _beginning(messages: list[_Message], num: int, render: Render, whole: Rendered) -> str:
+def _beginning(messages: list[_Message], num: int, render: Render, whole: _Rendered) -> str:
     """The text of the first messages."""
     text = render(messages[:num], prompt=False).text
     if not whole.text.startswith(text):

@@ -132,18 +132,6 @@ def version_of(*contents: bytes) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def module_of(name: str) -> Any:
-    """A library that the extra `text` installs.
-
-    Raises:
-        ValueError: it is missing.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{name} is not installed. Run pip install 'gyre-ml[text]'.") from error
-
-
 def _by_library(options: Tokenize, contents: bytes) -> Encode:
     """A function that turns text into ids, by the library that reads files with this ending."""
     path, special_tokens = options.tokenizer, options.special_tokens
@@ -171,10 +159,11 @@ def load_hugging_face(path: str, contents: bytes) -> Any:
     """A `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: the file is not a tokenizer, or the library is missing.
+        ValueError: the file is not a tokenizer.
+        ModuleNotFoundError: the library is missing.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    library = module_of("tokenizers")
+    library: Any = importlib.import_module("tokenizers")
     try:
         loaded = library.Tokenizer.from_str(contents.decode())
     except Exception as error:  # the library has no error class
@@ -185,7 +174,7 @@ def load_hugging_face(path: str, contents: bytes) -> Any:
 
 
 def _sentencepiece(path: str, contents: bytes) -> Encode:
-    library = module_of("sentencepiece")
+    library: Any = importlib.import_module("sentencepiece")
     try:
         loaded = library.SentencePieceProcessor(model_proto=contents)
     except Exception as error:
@@ -194,7 +183,7 @@ def _sentencepiece(path: str, contents: bytes) -> Encode:
 
 
 def _ranks(path: str, contents: bytes, pattern: str) -> Encode:
-    library = module_of("tiktoken")
+    library: Any = importlib.import_module("tiktoken")
     if not pattern:
         raise ValueError(
             f"{path!r:.200} has ranks and does not say how text is cut into words; give the "
@@ -239,7 +228,8 @@ def _by_engine(name: str, options: Tokenize, library: Encode) -> Encode:
 
 
 def _tokie(path: str, special_tokens: bool) -> Encode:
-    loaded: Any = module_of("tokie").Tokenizer.from_json(path)
+    library: Any = importlib.import_module("tokie")
+    loaded = library.Tokenizer.from_json(path)
     return lambda text: np.array(loaded.encode(text, special_tokens).ids, TOKEN)
 
 

@@ -495,23 +495,29 @@ def _made(recipe: Recipe) -> tuple[list[tuple[str, Transform]], Mapping[str, Fie
 
 
 def _load(place: int, step: Step) -> Transform:
-    where = f"transforms[{place}] ({step.name})"
-    module, _, name = step.target.partition(":")
+    where, module = f"transforms[{place}] ({step.name})", step.target.partition(":")[0]
     try:
-        found = getattr(importlib.import_module(module), name)
+        return _with_options(step, where)
+    except ConfigError:
+        raise
     except ModuleNotFoundError as error:
         extra = next((_EXTRAS[each] for each in _EXTRAS if module.startswith(each)), "")
         fix = f' Run pip install "gyre-ml[{extra}]".' if extra else ""
         raise ConfigError(f"{where} needs {error.name}, which is not installed.{fix}") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: {error!s:.300}") from error
+
+
+def _with_options(step: Step, where: str) -> Transform:
+    module, _, name = step.target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{where} cannot be loaded: {type(error).__name__}: {error!s:.300}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Transform)):
         raise ConfigError(f"{where} is no Transform; derive it from gyre_daemon.transforms")
-    try:
-        return parse_options(found, step.options, where)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{where}: {error!s:.300}") from error
+    return parse_options(found, step.options, where)
