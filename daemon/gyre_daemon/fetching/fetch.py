@@ -22,9 +22,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gyre_daemon.datasets.codecs import CODECS, Codec, first_unknown_id, unknown_id
-from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.dataset import Dataset, Packed
 from gyre_daemon.datasets.formats import Extents, FieldSpec, indexed_fields, stored_fields
-from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fetching.layout import (
     GroupLayout,

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from gyre_daemon.datasets.dataset import CU_SEQLENS, DOCUMENT_ID, LOSS_MASK, POSITION, Packed
 from gyre_daemon.datasets.formats import (
     MASK,
     OFFSETS_SUFFIX,
@@ -30,7 +31,6 @@ from gyre_daemon.datasets.formats import (
     stored_fields,
 )
 from gyre_daemon.datasets.formats.concat import SOURCE
-from gyre_daemon.datasets.packing import CU_SEQLENS, DOCUMENT_ID, LOSS_MASK, POSITION, Packed
 from gyre_daemon.memory.arenas import whole_pages
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import BatchPlan, GroupPlan

@@ -8,10 +8,10 @@ batches that no cursor has, a planner is made of the cursor's bytes alone.
 from dataclasses import replace
 
 import numpy as np
+from gyre_daemon.datasets.dataset import pack_sources
 from gyre_daemon.datasets.filters import apply_filter, numbered
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
-from gyre_daemon.datasets.packing import pack_sources
 from gyre_daemon.order.balance import Balance, CostRule
 from gyre_daemon.order.cursor import Cursor, decode_cursor, skipping
 from gyre_daemon.order.mixture import MixtureState, check_mixture, planner_for

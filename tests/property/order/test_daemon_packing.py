@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 from gyre_daemon.config import PackConfig
+from gyre_daemon.datasets.dataset import pack
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
-from gyre_daemon.datasets.packing import pack
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.layout import lay_out_packed, locate_packed, max_packed_bytes
 from gyre_daemon.order.permutation import Int64Array

@@ -22,7 +22,7 @@ import numpy as np
 
 from gyre_daemon.config import DatasetConfig, MixtureConfig, PackConfig
 from gyre_daemon.datasets.checks import CorruptReports
-from gyre_daemon.datasets.dataset import Dataset, Memo, Prefix
+from gyre_daemon.datasets.dataset import Dataset, Memo, Prefix, pack
 from gyre_daemon.datasets.formats.concat import MixedIndex, Source
 from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,
@@ -35,7 +35,6 @@ from gyre_daemon.datasets.indexing.changes import (
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import IndexProgress, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.packing import pack
 from gyre_daemon.datasets.shard_worker import CheckMedia
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, NotAllowed, UnknownDataset
