@@ -6,7 +6,6 @@ of images and the classes, and a text file of numbers for each image: the labels
 are in `labels/a.txt`.
 """
 
-import bisect
 import codecs
 import importlib.util
 import json
@@ -271,8 +270,7 @@ class YoloFormat:
             if path.startswith(inside) and path.rpartition(".")[2].lower() in IMAGES
         ]
         for folder, before in zip(about.folders, inside, strict=True):
-            first = bisect.bisect_left(images, before)  # they are sorted
-            if images and not "".join(images[first : first + 1]).startswith(before):
+            if images and not any(path.startswith(before) for path in images):
                 raise ConfigError(
                     f"the folder {folder!r:.200}, of {name} or `images`, has no images"
                 )

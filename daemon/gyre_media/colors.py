@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -17,11 +17,11 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from gyre_media.geometry import (
     ImageTransform,
-    MovesAlone,
     Pixels,
     Positive,
     Probability,
     check_image,
+    check_left_behind,
     check_rising,
     random_sides,
     to_pillow,
@@ -443,9 +443,18 @@ OPERATIONS: Mapping[str, Operation] = {
 _NAMES = tuple(OPERATIONS)
 
 
-@dataclass(frozen=True)
-class _Policy(MovesAlone):
-    """Does some of `OPERATIONS`, drawn at random."""
+@dataclass(frozen=True, kw_only=True)
+class _Policy(ImageTransform):
+    """Does some of `OPERATIONS`, drawn at random; these take no boxes or masks along."""
+
+    is_random: ClassVar[bool] = True
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        before = fields[self.field]
+        check_image(self.field, before)
+        others = {name: field for name, field in fields.items() if name != self.field}
+        check_left_behind(self.field, others, is_whole=before.is_whole, can_take=False)
+        return {self.field: replace(before, is_whole=False)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         pixels: Pixels = sample[self.field]

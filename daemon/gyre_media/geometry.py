@@ -78,17 +78,15 @@ def resized(
     """An image in another size; see [Note: Ways to resize]."""
     if image.shape[:2] == (height, width):
         return image
-    if antialias and interpolation == "bicubic":
-        return _bicubic(image, height, width)
-    if antialias and interpolation == "bilinear":
-        return _convolved(image, height, width)
+    if antialias and interpolation != "nearest":
+        return resized_part(image, None, height, width, interpolation)
     flat = cv2.resize(image, (width, height), interpolation=_OPENCV[interpolation])
     return flat.reshape(height, width, image.shape[2])  # type: ignore[return-value]
 
 
 def resized_part(
     image: Pixels,
-    box: tuple[float, float, float, float],
+    box: tuple[float, float, float, float] | None,
     height: int,
     width: int,
     interpolation: Literal["bilinear", "bicubic"],
@@ -97,58 +95,32 @@ def resized_part(
 
     Args:
         image: the image.
-        box: top, left, height and width in pixels of the image, which may be fractions.
+        box: top, left, height and width in pixels of the image, which may be fractions; None for
+            all of it.
         height: of the result.
         width: of the result.
         interpolation: see `resized`.
     """
-    first, left = math.floor(box[0]), math.floor(box[1])
-    part = image[first : math.ceil(box[0] + box[2]), left : math.ceil(box[1] + box[3])]
-    x, y = box[1] - left, box[0] - first
-    if interpolation == "bicubic":
+    inside, options = None, _BILINEAR
+    if box:
+        first, left = math.floor(box[0]), math.floor(box[1])
+        image = image[first : math.ceil(box[0] + box[2]), left : math.ceil(box[1] + box[3])]
+        x, y = box[1] - left, box[0] - first
         inside = x, y, x + box[3], y + box[2]
-        return _bicubic(part, height, width, inside)
-    options = ResizeOptions(_CONVOLUTION, crop_box=CropBox(x, y, box[3], box[2]))
-    return _convolved(part, height, width, options)
-
-
-def _bicubic(
-    image: Pixels,
-    height: int,
-    width: int,
-    box: tuple[float, float, float, float] | None = None,
-) -> Pixels:
-    small = to_pillow(image).resize((width, height), Image.Resampling.BICUBIC, box)
-    return np.frombuffer(small.tobytes(), np.uint8).reshape(height, width, image.shape[2])
-
-
-def _convolved(
-    image: Pixels, height: int, width: int, options: ResizeOptions = _BILINEAR
-) -> Pixels:
+        options = ResizeOptions(_CONVOLUTION, crop_box=CropBox(x, y, box[3], box[2]))
+    if interpolation == "bicubic":
+        made = to_pillow(image).resize((width, height), Image.Resampling.BICUBIC, inside)
+        return np.frombuffer(made.tobytes(), np.uint8).reshape(height, width, image.shape[2])
     kind = _PIXEL_TYPES[image.shape[2]]
     before = ImageData(image.shape[1], image.shape[0], kind, image.tobytes())
-    made = ImageData(width, height, kind)
-    RESIZER.resize(before, made, options)
-    return np.frombuffer(made.get_buffer(), np.uint8).reshape(height, width, -1)
+    after = ImageData(width, height, kind)
+    RESIZER.resize(before, after, options)
+    return np.frombuffer(after.get_buffer(), np.uint8).reshape(height, width, -1)
 
 
 def to_pillow(image: Pixels) -> Image.Image:
     """The image as Pillow has it."""
     return Image.fromarray(image if image.shape[2] == 3 else image[:, :, 0])
-
-
-@dataclass(frozen=True, kw_only=True)
-class MovesAlone(ImageTransform):
-    """A transform that moves the pixels of an image at random and can take nothing along."""
-
-    is_random: ClassVar[bool] = True
-
-    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        before = fields[self.field]
-        check_image(self.field, before)
-        others = {name: field for name, field in fields.items() if name != self.field}
-        check_left_behind(self.field, others, is_whole=before.is_whole, can_take=False)
-        return {self.field: replace(before, is_whole=False)}
 
 
 def check_left_behind(
