@@ -93,13 +93,7 @@ def resized_part(
 ) -> Pixels:
     """A rectangle of an image in another size, with `antialias`; see [Note: Ways to resize].
 
-    Args:
-        image: the image.
-        box: top, left, height and width in pixels of the image, which may be fractions; None for
-            all of it.
-        height: of the result.
-        width: of the result.
-        interpolation: see `resized`.
+    `box` is its top, left, height and width in pixels, which may be fractions; None for all of it.
     """
     inside, options = None, _BILINEAR
     if box:
@@ -303,13 +297,8 @@ class _Crop(AnnotatedTransform):
     ) -> None:
         """Store a rectangle of the image, its masks and its boxes.
 
-        Args:
-            begin: row and column of its first pixel, behind the border.
-            sides: how many rows and columns are added before and behind.
-            sample: see `Transform.apply`.
-            out: see `Transform.apply`.
-            mode: how they are filled, as `np.pad` names it.
-            levels: of constant ones, in the image and in masks.
+        It begins at a row and column behind the border, of rows and columns added before and behind
+        as `mode` of `np.pad` fills them, with one level for the image and one for masks.
         """
         (top, left), (height, width) = begin, pair(self.size)
         (above, _), (before, _) = sides
@@ -394,11 +383,7 @@ def random_sides(
 ) -> Iterator[tuple[int, int]]:
     """The two sides of ten random rectangles; the first is `ratio` times the second.
 
-    Args:
-        area: of the image, in pixels.
-        scale: the least and the greatest area of a rectangle, as a fraction of it.
-        ratio: the least and the greatest one.
-        rng: draws each rectangle when it is asked for.
+    Their areas are `scale` times the `area` of an image, in pixels; each is drawn when asked for.
     """
     logarithms = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(_MAX_TRIES):

@@ -205,12 +205,9 @@ class BlockRanges(Struct, frozen=True):
 def block_ranges(
     index: SampleIndex, table: BlockTable, blocks: npt.NDArray[np.int64]
 ) -> BlockRanges:
-    """The smallest ranges that have every field of every sample of each block.
+    """The smallest ranges that have every field of every sample of each of n blocks, int64 [n].
 
-    Args:
-        index: of the samples, stored in their shard in the order of their ids.
-        table: from `index.blocks`.
-        blocks: int64 [n].
+    The samples are stored in their shard in the order of their ids.
     """
     first = index.locate(table.first_sample(blocks))
     last = index.locate(table.first_sample(blocks + 1) - 1)

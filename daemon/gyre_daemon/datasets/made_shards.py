@@ -184,13 +184,7 @@ class Decoders:
     def __init__(
         self, server: ComputeServer, threads: FairExecutor, max_decode_s: float = MAX_DECODE_S
     ) -> None:
-        """Start no process yet.
-
-        Args:
-            server: forks the processes.
-            threads: the daemon's.
-            max_decode_s: how long one may take for a chunk.
-        """
+        """Start no process yet."""
         self.threads, self.exchanges = threads, ExchangeRoom(_MAX_BYTES_AT_ONCE)
         self._max_decode_s = max_decode_s
         self._workers = ComputeWorkers(
@@ -248,14 +242,7 @@ class Decoders:
 def decoded_shards(
     source: Storage, chunks: Chunks, digest: bytes, decoders: Decoders
 ) -> MadeStorage:
-    """The decoded shards of a dataset; see [Note: Rows of chunks] in `formats.chunk_index`.
-
-    Args:
-        source: the shards as they are stored.
-        chunks: of these.
-        digest: of the index whose samples they have.
-        decoders: the daemon's.
-    """
+    """The decoded shards of a dataset; see [Note: Rows of chunks] in `formats.chunk_index`."""
     return MadeStorage(DecodeRows(source, chunks, digest, decoders), decoders.threads, source)
 
 

@@ -52,11 +52,7 @@ _ERRORS: Mapping[str, type[GyreError]] = {kind.__name__: kind for kind in _KINDS
 
 
 def scan_workers(server: ComputeServer) -> ComputeWorkers:
-    """Start the workers that scan, for all datasets of a daemon; none runs before the first.
-
-    Args:
-        server: of the daemon; it ends all processes when it is closed.
-    """
+    """Start the workers that scan, for all datasets of a daemon; none runs before the first."""
     return ComputeWorkers(server, SCAN, 1)
 
 
@@ -136,14 +132,7 @@ class Scanner:
     async def scan_ranges(
         self, run: Run, name: str, num_bytes: int, read: ReadRange, *, in_windows: bool = False
     ) -> Arrays:
-        """Scan a shard of which the scan reads only what it asks for.
-
-        Args:
-            run: as for `scan`.
-            name: of the shard.
-            num_bytes: its size.
-            read: reads a range of it.
-            in_windows: the scan goes forward, and what it reads is asked for in windows.
+        """Scan a shard by the ranges that the scan asks for, in windows if it goes forward.
 
         Raises:
             GyreError: as `scan_stream`; and those of `read`.

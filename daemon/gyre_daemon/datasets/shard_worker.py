@@ -270,10 +270,6 @@ class ShardFields(Struct, frozen=True):
     def run(self, shard: str, file: BinaryIO) -> Arrays:
         """Check every field of every sample; returns arrays as `to_arrays`, with media.
 
-        Args:
-            shard: its name.
-            file: its bytes, which are read from their beginning to their end.
-
         Raises:
             CorruptSample: the shard ends before its last sample.
         """

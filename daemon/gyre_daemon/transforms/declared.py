@@ -126,11 +126,7 @@ class TransformWorkers:
         self._described_in_s = _DESCRIBED_IN_S
 
     async def describe(self, recipe: bytes, flow: Flow) -> Described:
-        """The properties of a chain.
-
-        Args:
-            recipe: an encoded `Recipe`.
-            flow: the job that asks.
+        """The properties of a chain, of its encoded `Recipe`.
 
         Raises:
             Overloaded: no process can be started.
@@ -272,15 +268,7 @@ class MeasuredIndex(SampleIndex):
         passed: Sequence[FieldSpec],
         lengths: Lengths,
     ) -> None:
-        """Look at no sample yet.
-
-        Args:
-            source: the samples as they are stored.
-            source_fields: theirs.
-            made: the fields that transforms make.
-            passed: the fields that stay as they are.
-            lengths: of the ragged ones of `made`.
-        """
+        """Look at no sample yet."""
         self._source, self._fields, self.lengths = source, [*made, *passed], lengths
         self._made_ragged = [place for place, spec in enumerate(made) if spec.ragged]
         self._element_bytes = np.array([spec.element_bytes for spec in made], np.int64)
@@ -466,13 +454,7 @@ Keep = Callable[["Dataset", RecordIndex, Shard], Storage]
 
 
 def records_of(prefix: Dataset, index: RecordIndex, storage: Storage) -> Dataset:
-    """The records of transformed samples as a dataset.
-
-    Args:
-        prefix: as transforms make them, with the fields of records.
-        index: of the records.
-        storage: of the records.
-    """
+    """A dataset of the records of `prefix`, which has transformed samples with their fields."""
     values = {name: getattr(prefix, name) for name in Dataset.__dataclass_fields__}
     assert prefix.source
     values |= {
@@ -745,12 +727,7 @@ class Transforms:
         )
 
     def for_records(self, dataset: TransformedDataset, height: int) -> TransformedDataset:
-        """The same for readers of its samples that run while jobs hold their memory.
-
-        Args:
-            dataset: a source of a mixture.
-            height: see `apply`.
-        """
+        """The same for readers of its samples that run while jobs hold their memory."""
         return replace(dataset, pool=self._pool_at(2 * height + 1))
 
     def _pool_at(self, level: int) -> TransformPool:

@@ -521,11 +521,7 @@ _Decode = Callable[[memoryview], object]
 
 
 def check_media(media_type: str, data: memoryview) -> str:
-    """Decode an image or a sound as `decode_image` and `decode_audio` do.
-
-    Args:
-        media_type: such as `image/png` or `audio/*`.
-        data: the file.
+    """Decode an image or a sound, such as `image/png`, as `decode_image` and `decode_audio` do.
 
     Returns:
         Why it was not decoded; empty if it was.

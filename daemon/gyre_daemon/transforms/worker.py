@@ -103,10 +103,6 @@ class Chain:
     def __init__(self, steps: Sequence[tuple[str, Transform]], source: Mapping[str, Field]) -> None:
         """Check that each transform finds the fields it needs.
 
-        Args:
-            steps: each transform with its name.
-            source: the fields of a stored sample.
-
         Raises:
             ValueError: a transform needs an absent field, or the batch would have a field
                 whose samples differ in more than the first length.

@@ -51,11 +51,7 @@ class ChecksumStore:
     """The checksums of all datasets of a daemon, in its index folder."""
 
     def __init__(self, sidecars: SidecarStore) -> None:
-        """Read nothing yet.
-
-        Args:
-            sidecars: any kind; checksums are stored in the same folders, never next to a shard.
-        """
+        """Read nothing yet."""
         self._sidecars = sidecars.sibling(CHECKSUMS_SUFFIX)
 
     def serve(self, location: str, shards: ShardChecksums) -> None:
@@ -246,14 +242,7 @@ class ShardChanges:
     def __init__(
         self, location: str, storage: Storage, previous: PreviousIndex, checksums: ChecksumStore
     ) -> None:
-        """Compare nothing yet.
-
-        Args:
-            location: of the dataset, without credentials.
-            storage: the shards as they are listed now.
-            previous: the dataset's last state.
-            checksums: takes checksums, and has those of earlier daemons.
-        """
+        """Compare nothing yet."""
         self._location = location
         self._storage = storage
         self._previous = previous

@@ -78,6 +78,7 @@ _FILES_AT_ONCE = 1000
 _MAX_BYTES = 1 << 30
 # A manifest is read whole, and its rows take some ten times its bytes while that is done.
 _MAX_MANIFEST_BYTES = 1 << 30
+OpenFiles = Callable[..., Awaitable[tuple[Storage, FileTable]]]  # see `StorageOpener.open_files`
 
 
 class ManifestReader:
@@ -107,11 +108,6 @@ class ManifestReader:
         self, listed: DescribedFormat, described: Described, texts: Sequence[bytes]
     ) -> Manifest:
         """The manifest that the texts of samples make.
-
-        Args:
-            listed: the format.
-            described: the n samples.
-            texts: n, see `DescribedFormat.manifest`.
 
         Raises:
             CorruptSample: one is damaged, or they take too much memory.
@@ -194,9 +190,8 @@ def _texts(arrays: Arrays, number: int) -> Texts:
 
 
 async def _read_described(
-    opener: StorageOpener,
+    open_files: OpenFiles,
     location: Location,
-    config: DatasetConfig,
     listed: DescribedFormat,
     about: Storage,
     manifests: ManifestReader,
@@ -204,9 +199,7 @@ async def _read_described(
     """The manifest of a folder whose samples are described by files next to them."""
     (shard,) = about.shards
     (data,) = await read_ranges(about, [0], [0], [shard.size_bytes])
-    files, table = await opener.open_files(
-        location, config.storage, listed.is_wanted, follow_links=config.follow_links
-    )
+    files, table = await open_files(location)
     described = await compute(listed.described, shard.name, data, table.names)
     sizes = np.where(described.texts < 0, 0, table.sizes[described.texts])
     if (total := int(sizes.sum())) > _MAX_BYTES:
@@ -257,38 +250,30 @@ async def list_files(
 ) -> FileListing:
     """The files of a location.
 
-    Args:
-        opener: of storages.
-        location: of a folder, or of a manifest.
-        config: of the dataset.
-        listed: its format.
-        manifests: reads them.
-
     Raises:
         CorruptSample: the manifest is damaged.
         InvalidRequest: the folder holds several datasets, or the manifest is too long; otherwise
             see `StorageOpener.open_files`.
     """
+    open_files = partial(
+        opener.open_files,
+        settings=config.storage,
+        is_wanted=listed.is_wanted,
+        follow_links=config.follow_links,
+    )
     manifest: Manifest | None = None
     place = listed.manifest_of(location.paths[0]) if len(location.paths) == 1 else None
     if place:
-        storage = await _open_manifest(opener, location, config, listed, place)
-        _check_one(place.path, storage)
+        storage = await _open_manifest(opener, open_files, location, config, place)
         if isinstance(listed, DescribedFormat):
-            manifest = await _read_described(opener, location, config, listed, storage, manifests)
+            manifest = await _read_described(open_files, location, listed, storage, manifests)
         else:
             assert isinstance(listed, ManifestFormat)
             manifest = await manifests.read(listed, storage)
         if not len(manifest.names):
             raise ShardMissing(f"{place.path} lists no files")
         location = replace(location, paths=(place.folder,))
-    files, table = await opener.open_files(
-        location,
-        config.storage,
-        listed.is_wanted,
-        manifest.names if manifest else None,
-        follow_links=config.follow_links,
-    )
+    files, table = await open_files(location, names=manifest.names if manifest else None)
     columns = manifest.columns if manifest else ()
     if manifest is None:
         check_one_tree(location.text, table.top_folders())
@@ -300,36 +285,29 @@ async def list_files(
 
 async def _open_manifest(
     opener: StorageOpener,
+    open_files: OpenFiles,
     location: Location,
     config: DatasetConfig,
-    listed: ListedFormat,
     place: ManifestPlace,
 ) -> Storage:
     """The manifest as the only shard; below the folder, links lead nowhere else than in it."""
-    settings, follow_links = config.storage, config.follow_links
     name = place.path.removeprefix(place.folder.rstrip("/") + "/")
-    if "/" not in name:
+    if "/" in name:
+        at, names = replace(location, paths=(place.folder,)), Texts.of([name.encode()])
+        storage, _ = await open_files(at, names=names)
+    else:
         at = replace(location, paths=(place.path,))
-        return await opener.open(at, settings, "*", follow_links=follow_links)
-    at, names = replace(location, paths=(place.folder,)), Texts.of([name.encode()])
-    storage, _ = await opener.open_files(
-        at, settings, listed.is_wanted, names, follow_links=follow_links
-    )
+        storage = await opener.open(at, config.storage, "*", follow_links=config.follow_links)
+    if len(storage.shards) != 1:  # a folder or a pattern stands for many files
+        raise InvalidRequest(
+            f"{place.path} is {len(storage.shards)} files; name the one that describes the dataset"
+        )
+    if (size := storage.shards[0].size_bytes) > _MAX_MANIFEST_BYTES:
+        raise InvalidRequest(
+            f"the manifest {place.path} has {size} bytes, more than {_MAX_MANIFEST_BYTES}; split "
+            "it into several datasets"
+        )
     return storage
-
-
-def _check_one(path: str, storage: Storage) -> None:
-    """Refuse a manifest that is none, since a folder or a pattern stands for many files."""
-    if len(storage.shards) != 1:
-        raise InvalidRequest(
-            f"{path} is {len(storage.shards)} files; name the one that describes the dataset"
-        )
-    (shard,) = storage.shards
-    if shard.size_bytes > _MAX_MANIFEST_BYTES:
-        raise InvalidRequest(
-            f"the manifest {path} has {shard.size_bytes} bytes, more than "
-            f"{_MAX_MANIFEST_BYTES}; split it into several datasets"
-        )
 
 
 _MAX_HEADS = 16  # files whose first bytes are read

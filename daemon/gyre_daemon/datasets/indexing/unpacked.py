@@ -70,12 +70,7 @@ class UnpackedShards:
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Make nothing yet.
-
-        Args:
-            folder: made when it is needed.
-            limit_bytes: the most that all unpacked shards may take together.
-        """
+        """Make nothing yet."""
         self.folder = folder
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
@@ -84,10 +79,6 @@ class UnpackedShards:
         """The folder of one dataset, without files that no shard needs.
 
         Such files are left while another daemon serves the dataset.
-
-        Args:
-            identity: the dataset's location, and its distinction from others there.
-            shards: as listed.
 
         Raises:
             Overloaded: the folder cannot be made.
