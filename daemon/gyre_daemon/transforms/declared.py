@@ -480,11 +480,7 @@ _MAX_MADE_BYTES = 1 << 30
 # lengths are measured instead: a few long samples would multiply the memory of each batch.
 _MAX_LIMIT_BYTES = 256 << 10
 _NOT_COUNTED = ("python", "payload")  # where a function's file is; its digest counts
-_DTYPES = frozenset(
-    np.dtype(f"{kind}{size}").str
-    for kind, sizes in (("b", [1]), ("i", [1, 2, 4, 8]), ("u", [1, 2, 4, 8]), ("f", [2, 4, 8]))
-    for size in sizes
-)
+_DTYPES = frozenset(np.dtype(code).str for code in "?bhiqBHIQefd")
 
 
 @dataclass(frozen=True, slots=True)

@@ -429,6 +429,10 @@ BUILT_IN: Mapping[str, str] = {
     "python": f"{_HERE}.built_in:PythonFunction",
 }
 _FUNCTION = "python"
+_INSTEAD = (
+    f"Ask its operator to install a package with an entry point of the group {GROUP}, or use a "
+    "private daemon"
+)
 # Options with paths. Clients of a shared daemon must not have it open files of their choice.
 _FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}
 # Most chains have a dozen transforms, and ten views of an image some eighty. More would let one
@@ -482,8 +486,7 @@ def to_steps(
 def _target(place: int, name: str, installed: Collection[str], allow_modules: bool) -> str:
     if name == _FUNCTION and not allow_modules:
         raise NotAllowed(
-            f"transforms[{place}]: this daemon runs no functions of scripts. Ask its operator to "
-            f"install a package with an entry point of the group {GROUP}, or use a private daemon"
+            f"transforms[{place}]: this daemon runs no functions of scripts. {_INSTEAD}"
         )
     if target := own_target(name):
         return target
@@ -493,8 +496,7 @@ def _target(place: int, name: str, installed: Collection[str], allow_modules: bo
         if not allow_modules:
             raise NotAllowed(
                 f"transforms[{place}]: this daemon runs no code that clients name ({name:.100}). "
-                f"Ask its operator to install a package with an entry point of the group {GROUP}, "
-                "or use a private daemon."
+                f"{_INSTEAD}"
             )
         return name
     found = {entry.value for entry in entry_points_of(GROUP, name)}

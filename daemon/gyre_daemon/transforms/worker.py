@@ -33,7 +33,6 @@ from gyre_daemon.transforms.recipes import (
     Described,
     Done,
     Field,
-    Input,
     Kind,
     MadeField,
     Output,
@@ -376,7 +375,17 @@ class _Samples:
     def __init__(self, portion: Portion, memory: mmap.mmap) -> None:
         self._ids = np.frombuffer(portion.sample_ids, np.int64)
         self._epochs = np.frombuffer(portion.epochs, np.int64)
-        self._inputs = [_InputColumn(each, memory) for each in portion.inputs]
+        self._memory = memory
+        self._inputs = [
+            (
+                each.name,
+                dtype_of(each.dtype),
+                (-1, *each.shape) if each.is_ragged else each.shape,
+                np.frombuffer(each.offsets, np.int64).tolist(),
+                np.frombuffer(each.sizes, np.int64).tolist(),
+            )
+            for each in portion.inputs
+        ]
         self._outputs = [
             (
                 out.name,
@@ -391,7 +400,13 @@ class _Samples:
         return int(self._ids[number]), int(self._epochs[number])
 
     def stored(self, number: int) -> Sample:
-        return {column.name: column.value(number) for column in self._inputs}
+        sample = {}
+        for name, dtype, shape, offsets, sizes in self._inputs:
+            count = sizes[number] // dtype.itemsize
+            array = np.frombuffer(self._memory, dtype, count, offsets[number]).reshape(shape)
+            array.flags.writeable = False
+            sample[name] = array
+        return sample
 
     def out(self, number: int) -> Sample:
         return {name: rows[number, ...] for name, rows in self._outputs}
@@ -399,25 +414,6 @@ class _Samples:
     def put_ragged(self, number: int, values: list[np.ndarray[Any, Any]]) -> None:
         for column, value in zip(self._ragged, values, strict=True):
             column.put(number, value)
-
-
-class _InputColumn:
-    """One stored field of the samples of a portion."""
-
-    def __init__(self, field: Input, memory: mmap.mmap) -> None:
-        self.name = field.name
-        self._dtype, self._shape = dtype_of(field.dtype), field.shape
-        self._is_ragged, self._memory = field.is_ragged, memory
-        self._offsets = np.frombuffer(field.offsets, np.int64).tolist()
-        self._sizes = np.frombuffer(field.sizes, np.int64).tolist()
-
-    def value(self, number: int) -> np.ndarray[Any, Any]:
-        size, shape = self._sizes[number], self._shape
-        count = size // self._dtype.itemsize
-        flat = np.frombuffer(self._memory, self._dtype, count, self._offsets[number])
-        array = flat.reshape(-1, *shape) if self._is_ragged else flat.reshape(shape)
-        array.flags.writeable = False
-        return array
 
 
 class _RaggedColumn:
