@@ -217,15 +217,16 @@ class AnnotatedTransform(ImageTransform):
         return made | {name: moved_field(name, fields, self.field) for name in self.boxes}
 
     def _made_of(self, name: str, fields: Mapping[str, Field], image: str) -> Field:
-        """Each output has the shape of its input, but no longer the pixels of its file."""
-        is_index = fields[name].is_index
-        made = self._output_of(name, fields[name])
-        return replace(made, is_whole=False, image=image, is_index=is_index)
+        """The image or a mask, which no longer has the pixels of its file."""
+        before = fields[name]
+        channels = check_image(name, before)
+        shape = (*(self._lengths or before.shape[:2]), channels)
+        return replace(before, shape=shape, is_whole=False, image=image)
 
-    def _output_of(self, name: str, before: Field) -> Field:
-        """The output field of the image or of a mask."""
-        check_image(name, before)
-        return before
+    @property
+    def _lengths(self) -> tuple[int | None, int | None] | None:
+        """The height and width of the outputs; None for those of the inputs."""
+        return None
 
     def _put_all(
         self,
@@ -282,9 +283,9 @@ class _Crop(AnnotatedTransform):
         """Reject invalid sizes."""
         pair(self.size)
 
-    def _output_of(self, name: str, before: Field) -> Field:
-        channels = check_image(name, before)
-        return Field(before.dtype, (*pair(self.size), channels))
+    @property
+    def _lengths(self) -> tuple[int | None, int | None]:
+        return pair(self.size)
 
     def _put_part(
         self,
@@ -413,10 +414,9 @@ class Resize(AnnotatedTransform):
         """Reject invalid sizes."""
         pair(self.size)
 
-    def _output_of(self, name: str, before: Field) -> Field:
-        channels = check_image(name, before)
-        height, width = (None, None) if isinstance(self.size, int) else self.size
-        return Field(before.dtype, (height, width, channels))
+    @property
+    def _lengths(self) -> tuple[int | None, int | None]:
+        return (None, None) if isinstance(self.size, int) else self.size
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         image: Pixels = sample[self.field]

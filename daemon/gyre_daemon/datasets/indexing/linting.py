@@ -180,29 +180,25 @@ async def _assemble(
     return await assembled(opening, shards.shards, inspected, columns, is_tolerant=True)
 
 
-@dataclass(slots=True)
 class _SoundShards:
     """The shards that can be read, uncompressed: a `Storage` of them without checksums."""
 
-    opening: OpeningDataset
-    numbers: Sequence[int]
-    shards: Sequence[Shard] = field(init=False)
+    checksums: ShardChecksums | None = None
+    block_cache: BlockCache | None = None
 
-    def __post_init__(self) -> None:
-        opening = self.opening
-        shards = []
-        for number in self.numbers:
-            listed, unpacked = opening.source.shards[number], opening.paths.get(number)
-            shards.append(stat_shard(unpacked, unpacked_name(listed.name)) if unpacked else listed)
-        self.shards = shards
+    def __init__(self, opening: OpeningDataset, numbers: Sequence[int]) -> None:
+        self.opening, self.numbers = opening, numbers
+        self.shards: Sequence[Shard] = [
+            stat_shard(opening.paths[number], unpacked_name(opening.source.shards[number].name))
+            if number in opening.paths
+            else opening.source.shards[number]
+            for number in numbers
+        ]
 
     @property
     def are_all(self) -> bool:
         """Whether every shard can be read, so that ids are those of the dataset."""
         return not self.opening.damaged
-
-    checksums: ShardChecksums | None = field(default=None, init=False)
-    block_cache: BlockCache | None = field(default=None, init=False)
 
     @property
     def is_node_local(self) -> bool:
