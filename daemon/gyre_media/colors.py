@@ -443,11 +443,12 @@ OPERATIONS: Mapping[str, Operation] = {
 _NAMES = tuple(OPERATIONS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Policy(ImageTransform):
     """Does some of `OPERATIONS`, drawn at random; these take no boxes or masks along."""
 
     is_random: ClassVar[bool] = True
+
+    num_ops: int
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         before = fields[self.field]
@@ -459,7 +460,7 @@ class _Policy(ImageTransform):
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         pixels: Pixels = sample[self.field]
         image = to_pillow(pixels)
-        for _ in range(getattr(self, "num_ops", 1)):
+        for _ in range(self.num_ops):
             name, by = self.draw(pixels.shape[0], pixels.shape[1], rng)
             image = OPERATIONS[name].apply(image, by)
         self.put(self.field, np.asarray(image).reshape(pixels.shape), sample, out)
@@ -494,6 +495,8 @@ class RandAugment(_Policy):
 @dataclass(frozen=True)
 class TrivialAugment(_Policy):
     """Does one operation, as `TrivialAugmentWide` of torchvision does (arXiv 2103.10158)."""
+
+    num_ops = 1
 
     def draw(self, height: int, width: int, rng: np.random.Generator) -> tuple[str, float]:
         name = _NAMES[int(rng.integers(len(_NAMES)))]

@@ -21,7 +21,7 @@ from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.concat import SOURCE
 from gyre_daemon.datasets.formats.sample_table import column_of_all
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.balance import Balance, CostRule, Float64Array, LengthsOf
+from gyre_daemon.order.balance import Balance, CostRule, LengthsOf
 from gyre_daemon.order.mixture import MixedSource, Mixture
 from gyre_daemon.order.permutation import BlockIndex, BlockTable, Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES, Order
