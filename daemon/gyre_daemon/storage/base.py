@@ -327,6 +327,7 @@ class Storage(Protocol):
         Reads then wait for processors and not for responses, so small batches are best read in
         groups, and several requests at once gain nothing.
         """
+        return False
 
     @property
     def checksums(self) -> ShardChecksums | None:
@@ -334,51 +335,63 @@ class Storage(Protocol):
 
         None for remote shards: their etags tell.
         """
+        return None
 
     @property
     def block_cache(self) -> BlockCache | None:
         """The cache that wants to know which blocks are read next; None if there is none."""
+        return None
 
     async def read(self, plan: ReadPlan) -> None:
         """Do all reads of a plan, in any order, as many at once as the storage allows."""
 
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """A whole shard from its beginning, in chunks of some MiB."""
+    async def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """A whole shard from its beginning, in chunks of some MiB.
+
+        The next chunk is read while one is used.
+        """
+        size = self.shards[shard].size_bytes
+
+        async def read(start: int) -> bytes:
+            stop = min(start + STREAM_CHUNK_BYTES, size)
+            return (await read_ranges(self, [shard], [start], [stop]))[0]
+
+        ahead: asyncio.Task[bytes] | None = None
+        try:
+            for start in range(0, size, STREAM_CHUNK_BYTES):
+                chunk, ahead = await (ahead or read(start)), None
+                following = start + STREAM_CHUNK_BYTES
+                if following < size:
+                    ahead = asyncio.create_task(read(following))
+                yield chunk
+        finally:
+            if ahead:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
 
     def path(self, shard: int) -> str:
         """A shard's path, with its scheme unless it is a local file."""
 
     def local_file(self, shard: int) -> LocalFile | None:
         """A shard on this machine's disk; None if it is not there."""
+        return None
 
 
-async def stream_by_reads(storage: Storage, shard: int) -> AsyncIterator[bytes]:
-    """A whole shard from its beginning, by one read for each chunk; see `Storage.stream`.
+async def read_ranges(
+    storage: Storage, shards: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+) -> list[bytes]:
+    """The n byte ranges `[start, stop)`, all read at once.
 
-    The next chunk is read while one is used.
+    Raises:
+        ShardMissing, NotAllowed, StorageUnavailable: a range cannot be read.
     """
-    size = storage.shards[shard].size_bytes
-
-    async def read(start: int) -> bytes:
-        chunk = np.empty(min(STREAM_CHUNK_BYTES, size - start), np.uint8)
-        try:
-            await storage.read(Reads.into([chunk], [shard], [start]))
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return chunk.tobytes()
-
-    ahead: asyncio.Task[bytes] | None = None
+    pieces = [np.empty(stop - start, np.uint8) for start, stop in zip(starts, stops, strict=True)]
     try:
-        for start in range(0, size, STREAM_CHUNK_BYTES):
-            chunk, ahead = await (ahead or read(start)), None
-            following = start + STREAM_CHUNK_BYTES
-            if following < size:
-                ahead = asyncio.create_task(read(following))
-            yield chunk
-    finally:
-        if ahead:
-            ahead.cancel()
-            await asyncio.gather(ahead, return_exceptions=True)
+        if pieces:
+            await storage.read(Reads.into(pieces, shards, starts))
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return [piece.tobytes() for piece in pieces]
 
 
 class ShardBounds:
@@ -432,16 +445,13 @@ class JoinedFiles(Shard):
         return self.table.name(file), max(0, offset - begin)
 
 
-class ConcatenatedFiles:
-    """A `Storage` with one shard, made of the files of another one.
+class ConcatenatedFiles(Storage):
+    """A storage with one shard, made of the files of another one.
 
     Attributes:
         shards: the one shard.
         table: the files.
     """
-
-    checksums = None
-    block_cache = None
 
     def __init__(self, files: Storage, table: FileTable, heads: Texts, location: str) -> None:
         """Describe the shard.
@@ -474,17 +484,9 @@ class ConcatenatedFiles:
         """See `Storage.read`."""
         await self._files.read(_FilePlan(plan, self))
 
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`."""
-        return stream_by_reads(self, shard)
-
     def path(self, shard: int) -> str:
         """See `Storage.path`: where the files are."""
         return self._location
-
-    def local_file(self, shard: int) -> LocalFile | None:
-        """See `Storage.local_file`: the shard is no file."""
-        return None
 
     def of_files(self, reads: Reads) -> Reads:
         """The reads of files that reads of the shard are; copies the heads among them."""
@@ -571,15 +573,12 @@ class _FilePlan:
         return self._plan.lease()
 
 
-class MixedStorage:
-    """A `Storage` with the shards of several others.
+class MixedStorage(Storage):
+    """A storage with the shards of several others.
 
     Attributes:
         shards: of all sources.
     """
-
-    checksums = None
-    block_cache = None
 
     def __init__(
         self, storages: Sequence[Storage], seeds: Sequence[Callable[[int], int] | None]

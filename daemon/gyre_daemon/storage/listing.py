@@ -605,20 +605,3 @@ def open_shard(storage: Storage, shard: int, loop: asyncio.AbstractEventLoop) ->
     with open_file(local, listed.name) as file:
         yield file
     check_listed(local, listed)
-
-
-async def read_ranges(
-    storage: Storage, shards: Sequence[int], starts: Sequence[int], stops: Sequence[int]
-) -> list[bytes]:
-    """The n byte ranges `[start, stop)`, all read at once.
-
-    Raises:
-        ShardMissing, NotAllowed, StorageUnavailable: a range cannot be read.
-    """
-    pieces = [np.empty(stop - start, np.uint8) for start, stop in zip(starts, stops, strict=True)]
-    try:
-        if pieces:
-            await storage.read(Reads.into(pieces, shards, starts))
-    except ExceptionGroup as errors:
-        raise first_error(errors) from errors
-    return [piece.tobytes() for piece in pieces]

@@ -53,8 +53,7 @@ from gyre_daemon.datasets.known_formats import (
 from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import ConcatenatedFiles, Storage
-from gyre_daemon.storage.listing import read_ranges
+from gyre_daemon.storage.base import ConcatenatedFiles, Storage, read_ranges
 from gyre_daemon.storage.location import (
     Location,
     check_one_tree,

@@ -76,11 +76,11 @@ from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import ConcatenatedFiles, Storage
+from gyre_daemon.storage.base import ConcatenatedFiles, Storage, read_ranges
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
-from gyre_daemon.storage.listing import read_ranges, stat_shard
+from gyre_daemon.storage.listing import stat_shard
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard

@@ -572,7 +572,7 @@ class DiskWriter:
 _MIN_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 1 << 17
 
 
-class CachedStorage:
+class CachedStorage(Storage):
     """The shards of one dataset, read through the cache of the node.
 
     A job that wants whole blocks chooses their size. All others share blocks that are small enough

@@ -16,15 +16,14 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from msgspec import Struct
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Flow
-from gyre_daemon.storage.base import MAX_GAP_BYTES, ReadPlan, Reads, ShardBounds, stream_by_reads
-from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.base import MAX_GAP_BYTES, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.engine.policies import CredentialRefresh, RangeRequest, pause_s
 from gyre_daemon.storage.response import Body, ByteRange, Source
@@ -46,15 +45,11 @@ Decide = Callable[[GyreError | None], None]
 _MAX_LOOK_S = 20.0  # after which a look that fails is not tried again
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """Shards behind an endpoint that many datasets may share.
 
     Concurrent reads of the same range share one request.
     """
-
-    is_node_local = False
-    checksums = None
-    block_cache = None
 
     def __init__(
         self,
@@ -106,17 +101,9 @@ class RemoteStorage:
                 for shared in reversed(list(pending.shared_requests)):
                     self._leave(shared, pending)
 
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`."""
-        return stream_by_reads(self, shard)
-
     def path(self, shard: int) -> str:
         """See `Storage.path`."""
         return self._paths[shard]
-
-    def local_file(self, shard: int) -> LocalFile | None:
-        """See `Storage.local_file`."""
-        return None
 
     def _join(self, key: _Key, pending: "_PendingRead", pieces: _Pieces) -> None:
         """Wait for a range: for a request in flight, or for a new one."""

@@ -34,7 +34,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,8 +49,8 @@ from gyre_daemon.storage.base import (
     ReadPlan,
     Reads,
     ShardBounds,
+    Storage,
     WritableArena,
-    stream_by_reads,
 )
 from gyre_daemon.storage.beneath import LocalFile, file_error
 from gyre_daemon.storage.engine.endpoint import Endpoint
@@ -289,15 +289,12 @@ _mincore = ctypes.PyDLL(None).mincore  # it never waits, so the interpreter's lo
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Shards in the local file system.
 
     Attributes:
         shards: as listed.
-        checksums: of the shards, as far as they have been taken.
     """
-
-    block_cache = None
 
     def __init__(
         self,
@@ -328,7 +325,7 @@ class LocalStorage:
         self._reads = ThreadReads(shards, workers, metrics, self._read_all, self._read_range, slow)
         self._workers = workers
         self._open = OpenShards(files, shards, copy_workers, open_files)
-        self.checksums = ShardChecksums(shards, files)
+        self._checksums = ShardChecksums(shards, files)
         self._make_unmapped = partial(OpenShards, files, shards, open_files=open_files, maps=False)
         self._unmapped: OpenShards | None = None  # those of a slow mount, once there are some
         self._making_unmapped = threading.Lock()
@@ -341,15 +338,16 @@ class LocalStorage:
         """See `Storage.is_node_local`."""
         return not self._reads.is_slow
 
+    @property
+    def checksums(self) -> ShardChecksums:
+        """See `Storage.checksums`."""
+        return self._checksums
+
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
         waited_s = await self._reads.run(plan, plan.num_bytes)
         if plan.delays:
             plan.delays.storage_s += waited_s
-
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`."""
-        return stream_by_reads(self, shard)
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""
@@ -472,7 +470,7 @@ class LocalStorage:
             stamp.settle()
             try:
                 is_read = read(opened)
-                is_whole = self.checksums.compare(shard, opened.descriptor, stamp, start, stop)
+                is_whole = self._checksums.compare(shard, opened.descriptor, stamp, start, stop)
             except OSError as error:
                 raise file_error(opened.listed.name, error) from error
             if is_read and opened.is_at_its_path and opened.stamp == stamp:

@@ -12,13 +12,13 @@ import resource
 import stat
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import ReadPlan, Reads, stream_by_reads
+from gyre_daemon.storage.base import ReadPlan, Reads, Storage
 from gyre_daemon.storage.beneath import (
     READ_FLAGS,
     LocalFile,
@@ -48,15 +48,12 @@ _libc.pread.restype = ctypes.c_ssize_t
 _libc.pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
 
 
-class SingleFiles:
-    """A `Storage` whose shards are the files of a table; each read is of one file.
+class SingleFiles(Storage):
+    """A storage whose shards are the files of a table; each read is of one file.
 
     Attributes:
         shards: as listed.
     """
-
-    checksums = None
-    block_cache = None
 
     def __init__(
         self,
@@ -95,10 +92,6 @@ class SingleFiles:
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
         await self._reads.run(plan, plan.num_bytes + _OPENING_BYTES * len(plan))
-
-    def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`."""
-        return stream_by_reads(self, shard)
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""
