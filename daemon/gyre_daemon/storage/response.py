@@ -22,7 +22,7 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.storage.location import redact
-from gyre_daemon.storage.shard import Shard, changed, is_same, truncated
+from gyre_daemon.storage.shard import UNKNOWN, Shard, Validators, changed, is_same, truncated
 
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
 _AUTHORITY_AS_SERVER = "CaUsedAsEndEntity"
@@ -83,7 +83,7 @@ class Response(Struct):
         status: the HTTP status, with 206 for a successful read over any other protocol, and 0 where
             the connection or the driver failed.
         data: the body, possibly incomplete.
-        etag: of the object as it is now; empty if the storage did not send one; see `Validators`.
+        told: of the object as it is now.
         object_bytes: the size of the whole object; -1 if the storage did not send it.
         detail: the text of a failure.
         unreachable: no connection could be made, or the server stayed silent.
@@ -91,23 +91,19 @@ class Response(Struct):
         retry_after_s: how long to wait before the next request, if it says so; 0 otherwise.
         refused: why no other answer will come: a redirect is not followed, a certificate is not
             trusted, or a driver cannot do the request; empty otherwise.
-        version: of the object as it is now, as `etag`.
-        modified: when it was last changed, as `etag`.
         error: why no other answer will come, in full, as of the storage of an archive; None where
             the rest of this says it.
     """
 
     status: int
     data: Body = b""
-    etag: str = ""
+    told: Validators = UNKNOWN
     object_bytes: int = -1
     detail: str = ""
     unreachable: bool = False
     location: str = ""
     refused: str = ""
     retry_after_s: float = 0.0
-    version: str = ""
-    modified: str = ""
     error: GyreError | None = None
 
 
@@ -133,6 +129,7 @@ class SentRequest(Protocol):
 
         That is at once, unless a thread reads: it cannot be stopped.
         """
+        free()
 
 
 class Source(Protocol):
@@ -149,10 +146,13 @@ class Source(Protocol):
         """
 
     def refresh(self, status: int) -> None:
-        """Read credentials again from where they come, after a response with this status."""
+        """Read credentials again from where they come, after a response with this status.
+
+        Nothing by default, as drivers keep their credentials to themselves.
+        """
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; nothing where they go with their objects."""
 
 
 class ByteRange(NamedTuple):
@@ -375,7 +375,7 @@ def _is_changed(wanted: ByteRange, response: Response) -> bool:
     """Whether the object's size or a validator differs from the listing."""
     if response.object_bytes not in (-1, wanted.shard.size_bytes):
         return True
-    return is_same(wanted.shard.validators, response) is False
+    return is_same(wanted.shard.validators, response.told) is False
 
 
 def _ignores_range(wanted: ByteRange, response: Response) -> bool:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,29 +37,13 @@ _TIMES = (
 _NS_PER_S = 1_000_000_000
 
 
-class Told(Protocol):
-    """A source of validators: a listing, or an answer."""
-
-    @property
-    def etag(self) -> str:
-        """As it was sent, with its quotes."""
-
-    @property
-    def version(self) -> str:
-        """The number or checksum of a version."""
-
-    @property
-    def modified(self) -> str:
-        """The time of the last change, in any of the usual forms."""
-
-
 class Validators(Struct, frozen=True):
     """The known facts of one version of an object; a text is empty where nothing was told.
 
     Attributes:
-        etag: see `Told`.
-        version: see `Told`.
-        modified: see `Told`.
+        etag: as it was sent, with its quotes.
+        version: the number or checksum of a version.
+        modified: the time of the last change, in any of the usual forms.
         digest: of the content, where only the listing tells it; never compared.
     """
 
@@ -67,11 +51,6 @@ class Validators(Struct, frozen=True):
     version: str = ""
     modified: str = ""
     digest: str = ""
-
-    @classmethod
-    def of(cls, told: Told) -> "Validators":
-        """Those of an answer."""
-        return cls(told.etag, told.version, told.modified)
 
     @classmethod
     def in_info(cls, info: Mapping[str, Any]) -> "Validators":
@@ -99,7 +78,7 @@ class Validators(Struct, frozen=True):
         """The strongest, as a `Shard.version`."""
         return self.digest or self.etag or self.version or self.modified
 
-    def joined(self, told: Told) -> "Validators":
+    def joined(self, told: "Validators") -> "Validators":
         """These, completed by others."""
         return Validators(
             self.etag or told.etag, self.version or told.version, self.modified or told.modified
@@ -109,7 +88,7 @@ class Validators(Struct, frozen=True):
 UNKNOWN = Validators()
 
 
-def is_same(known: Told, told: Told) -> bool | None:
+def is_same(known: Validators, told: Validators) -> bool | None:
     """Whether two statements are about one version of an object; None if they cannot be compared.
 
     The strongest validator that both have decides: equal etags mean equal bytes, whatever the times

@@ -38,7 +38,9 @@ class Asked:
 
     def answer(self, answer: Response | None = None) -> None:
         assert not self.is_cancelled
-        self._done(answer or Response(206, DATA[self.start : self.stop], '"v1"', len(DATA)))
+        self._done(
+            answer or Response(206, DATA[self.start : self.stop], Validators('"v1"'), len(DATA))
+        )
 
 
 class ScriptedSource:

@@ -12,6 +12,7 @@ from gyre_daemon.runtime.threads import Claims, Flow
 from gyre_daemon.storage.base import Delays, Reads
 from gyre_daemon.storage.engine.endpoint import AdmissionQueue
 from gyre_daemon.storage.response import OnResponse, Response, response_from_error
+from gyre_daemon.storage.shard import Validators
 
 from tests.contract.storage.engine import DATA, JOB, Asked, Engine, ScriptedSource, play, until
 
@@ -113,7 +114,7 @@ def test_parts_of_a_body_in_a_mapping_go_to_their_places() -> None:
         (asked,) = engine.source.asked
         body = mmap.mmap(-1, asked.stop - asked.start)
         body.write(DATA[asked.start : asked.stop])
-        asked.answer(Response(206, body, '"v1"', len(DATA)))
+        asked.answer(Response(206, body, Validators('"v1"'), len(DATA)))
         await reading
         assert [each.tobytes() for each in memories] == [DATA[10:26], DATA[40:140], DATA[140:141]]
         body.close()  # nothing refers to it any more

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from gyre_daemon.storage.response import Response
+from gyre_daemon.storage.shard import Validators
 from gyre_daemon.storage.sources.plain_http import (
     _MIN_MAPPED_BYTES,
     MAX_CONNECTING,
@@ -87,7 +88,7 @@ def saying(*pieces: bytes, hang_up: bool = False) -> Talk:
 
 def test_a_connection_is_used_again() -> None:
     answers, num_connections = converse(saying(WHOLE), 5)
-    assert answers == [Response(206, b"12345", '"x"', 99)] * 5
+    assert answers == [Response(206, b"12345", Validators('"x"'), 99)] * 5
     assert num_connections == 1
 
 
@@ -191,7 +192,7 @@ def test_cancelled_requests_do_not_delay_others() -> None:
 @pytest.mark.parametrize("cut", range(1, len(WHOLE), 7))
 def test_a_response_may_arrive_in_pieces(cut: int) -> None:
     answers, num_connections = converse(saying(WHOLE[:cut], WHOLE[cut:]), 2)
-    assert answers == [Response(206, b"12345", '"x"', 99)] * 2
+    assert answers == [Response(206, b"12345", Validators('"x"'), 99)] * 2
     assert num_connections == 1
 
 

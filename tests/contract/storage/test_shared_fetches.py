@@ -15,7 +15,7 @@ from gyre_daemon.storage.cache.blocks import PAGE_BYTES, BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.response import Response
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard import Shard, Validators
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.contract.formats import test_chunked_formats
@@ -46,7 +46,7 @@ async def asked_in_turn(engine: Engine, count: int, data: bytes = DATA) -> list[
     for number in range(count):
         await until(lambda number=number: len(engine.source.asked) > number)  # type: ignore[misc]
         asked = engine.source.asked[number]
-        asked.answer(Response(206, data[asked.start : asked.stop], '"v1"', len(data)))
+        asked.answer(Response(206, data[asked.start : asked.stop], Validators('"v1"'), len(data)))
     return [asked.start for asked in engine.source.asked]
 
 

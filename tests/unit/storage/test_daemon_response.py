@@ -30,15 +30,15 @@ WHOLE = ByteRange(SHARD, 0, 1000)
     ("wanted", "answer", "means"),
     [
         (WANTED, Response(206, bytes(50)), Verdict.OK),
-        (WANTED, Response(206, bytes(50), '"v1"', 1000), Verdict.OK),
-        (WANTED, Response(206, bytes(50), 'W/"v1"', 1000), Verdict.OK),
-        (WANTED, Response(206, bytes(50), "v1", 1000), Verdict.OK),
-        (WHOLE, Response(200, bytes(1000), '"v1"'), Verdict.OK),
-        (WANTED, Response(206, bytes(50), '"v2"', 1000), Verdict.FAILED),
-        (WANTED, Response(206, bytes(50), '"v1"', 999), Verdict.FAILED),
-        (WANTED, Response(200, bytes(50), '"v1"'), Verdict.FAILED),
-        (WANTED, Response(206, bytes(49), '"v1"', 1000), Verdict.RETRY),
-        (WANTED, Response(206, bytes(51), '"v1"', 1000), Verdict.RETRY),
+        (WANTED, Response(206, bytes(50), Validators('"v1"'), 1000), Verdict.OK),
+        (WANTED, Response(206, bytes(50), Validators('W/"v1"'), 1000), Verdict.OK),
+        (WANTED, Response(206, bytes(50), Validators("v1"), 1000), Verdict.OK),
+        (WHOLE, Response(200, bytes(1000), Validators('"v1"')), Verdict.OK),
+        (WANTED, Response(206, bytes(50), Validators('"v2"'), 1000), Verdict.FAILED),
+        (WANTED, Response(206, bytes(50), Validators('"v1"'), 999), Verdict.FAILED),
+        (WANTED, Response(200, bytes(50), Validators('"v1"')), Verdict.FAILED),
+        (WANTED, Response(206, bytes(49), Validators('"v1"'), 1000), Verdict.RETRY),
+        (WANTED, Response(206, bytes(51), Validators('"v1"'), 1000), Verdict.RETRY),
         (WANTED, Response(0, detail="reset"), Verdict.RETRY),
         (WANTED, Response(0, detail="no route", unreachable=True), Verdict.THROTTLED),
         (WANTED, Response(400, detail="<Code>ExpiredToken</Code>"), Verdict.REFRESH),
@@ -53,7 +53,7 @@ def test_verdicts(wanted: ByteRange, answer: Response, means: Verdict) -> None:
 
 
 def test_a_body_that_stays_too_short_is_a_truncated_shard_unless_its_size_is_right() -> None:
-    assert classify(WANTED, Response(206, bytes(49), '"v1"', 1000), 30) is Verdict.RETRY
+    assert classify(WANTED, Response(206, bytes(49), Validators('"v1"'), 1000), 30) is Verdict.RETRY
     short = Response(206, bytes(49))
     assert [classify(WANTED, short, num_tries) for num_tries in (2, 3)] == [
         Verdict.RETRY,
@@ -67,11 +67,11 @@ def test_a_body_that_stays_too_short_is_a_truncated_shard_unless_its_size_is_rig
 def test_a_time_is_compared_with_times_alone() -> None:
     listed = Validators(modified="2026-01-01 00:00:00+00:00")
     wanted = ByteRange(Shard("a", 1000, listed.text, validators=listed), 100, 150)
-    told = Response(206, bytes(50), '"v2"')
+    told = Response(206, bytes(50), Validators('"v2"'))
     assert classify(wanted, told, 1) is Verdict.OK
-    told.modified = "Thu, 01 Jan 2026 00:00:00 GMT"
+    told.told = Validators('"v2"', modified="Thu, 01 Jan 2026 00:00:00 GMT")
     assert classify(wanted, told, 1) is Verdict.OK
-    told.modified = "Thu, 01 Jan 2026 00:00:01 GMT"
+    told.told = Validators('"v2"', modified="Thu, 01 Jan 2026 00:00:01 GMT")
     assert classify(wanted, told, 1) is Verdict.FAILED
 
 
@@ -106,7 +106,7 @@ def test_a_time_is_compared_with_times_alone() -> None:
             r"a/0.tar \(SomethingNew\); check the daemon's credentials",
         ),
         (Response(412), CorruptSample, "a/0.tar has changed"),
-        (Response(206, bytes(50), '"v2"'), CorruptSample, "a/0.tar has changed"),
+        (Response(206, bytes(50), Validators('"v2"')), CorruptSample, "a/0.tar has changed"),
         (Response(200, bytes(9)), StorageUnavailable, "whole objects where a range"),
         (Response(400, detail="what?\nmore"), StorageUnavailable, r"HTTP status 400 what\?$"),
         (Response(302), StorageUnavailable, "HTTP status 302$"),

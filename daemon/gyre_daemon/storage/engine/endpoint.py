@@ -44,7 +44,6 @@ from gyre_daemon.storage.response import (
     final_error,
     stalled_error,
 )
-from gyre_daemon.storage.shard import Validators
 
 
 class AdmissionQueue:
@@ -319,9 +318,7 @@ class Endpoint:
         if request.num_retries:
             self.budget.give_back()
         request.sent_at, request.first_byte_at = attempt.sent_at, first_byte_at
-        listed = request.wanted.shard.validators
-        is_listed = response.etag and response.etag == listed.etag  # as `classify` has seen
-        request.ended_at, request.told = now, listed if is_listed else Validators.of(response)
+        request.ended_at, request.told = now, response.told
         self._end(request, "hedged")
         self._count("ok", request.num_bytes)
         self.num_answered += 1

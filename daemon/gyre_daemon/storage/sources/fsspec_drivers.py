@@ -39,7 +39,13 @@ from gyre_daemon.runtime.threads import DaemonThreads, LoopThreads
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.listing import StorageFile
 from gyre_daemon.storage.location import CLASS
-from gyre_daemon.storage.response import OnResponse, Response, SentRequest, response_from_error
+from gyre_daemon.storage.response import (
+    OnResponse,
+    Response,
+    SentRequest,
+    Source,
+    response_from_error,
+)
 
 Result = TypeVar("Result")
 
@@ -300,7 +306,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
             raise failure.reason from None
 
 
-class ThreadSource:
+class ThreadSource(Source):
     """Reads files with a synchronous driver; see `Source`."""
 
     def __init__(self, names: "_Names", pool: DriverPool, threads: EndpointThreads) -> None:
@@ -339,9 +345,6 @@ class ThreadSource:
             self._threads.looking.submit(self._pool.close_unused)
             self.sweep_later()
 
-    def refresh(self, status: int) -> None:
-        """See `Source.refresh`: new drivers have new credentials."""
-
     def close(self) -> None:
         """See `Source.close`."""
         if self._sweeping:
@@ -374,7 +377,7 @@ def _behind_link(driver: AbstractFileSystem, info: dict[str, Any]) -> dict[str, 
     return info
 
 
-class DriverSource:
+class DriverSource(Source):
     """Reads with an asynchronous fsspec file system of this event loop; see `Source`."""
 
     def __init__(self, filesystem: AsyncFileSystem) -> None:
@@ -382,52 +385,46 @@ class DriverSource:
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
-        return AwaitedRequest(self._response(path, start, stop), on_response)
 
-    def refresh(self, status: int) -> None:
-        """See `Source.refresh`: drivers keep their credentials to themselves."""
+        async def answer(_: AwaitedRequest) -> Response:
+            data = await self._filesystem._cat_file(path, start=start, end=stop)
+            return Response(206, bytes(data))
 
-    def close(self) -> None:
-        """See `Source.close`: a driver's connections go with it."""
-
-    async def _response(self, path: str, start: int, stop: int) -> Response:
-        try:
-            return Response(
-                206, bytes(await self._filesystem._cat_file(path, start=start, end=stop))
-            )
-        except Exception as error:
-            return response_from_error(error)
+        return AwaitedRequest(answer, on_response)
 
 
-class AwaitedRequest:
-    """A request whose response is seen once it is complete; see `SentRequest`."""
+class AwaitedRequest(SentRequest):
+    """A request by a coroutine."""
 
-    first_byte_at = None
+    first_byte_at: float | None = None
 
-    def __init__(self, response: Awaitable[Response], on_response: OnResponse) -> None:
+    def __init__(
+        self,
+        answer: "Callable[[AwaitedRequest], Awaitable[Response]]",
+        on_response: OnResponse,
+    ) -> None:
         """Begin to wait.
 
         Args:
-            response: raises nothing.
+            answer: asks for the response, and sets `first_byte_at` if it can tell.
             on_response: see `Source.get`.
         """
-        self._response = asyncio.ensure_future(response)
-        self._on_response = on_response
+        self._answer, self._on_response = answer, on_response
         self._is_cancelled = False
-        self._response.add_done_callback(self._done)
+        self._task = asyncio.ensure_future(self._respond())
 
     def cancel(self) -> None:
         """See `SentRequest.cancel`."""
-        self._is_cancelled = True  # a finished future cannot be cancelled
-        self._response.cancel()
+        self._is_cancelled = True  # a finished task cannot be cancelled
+        self._task.cancel()
 
-    def when_free(self, free: Callable[[], None]) -> None:
-        """See `SentRequest.when_free`: at once."""
-        free()
-
-    def _done(self, response: "asyncio.Future[Response]") -> None:
-        if not self._is_cancelled and not response.cancelled():
-            self._on_response(response.result())
+    async def _respond(self) -> None:
+        try:
+            response = await self._answer(self)
+        except Exception as error:
+            response = response_from_error(error)
+        if not self._is_cancelled:
+            self._on_response(response)
 
 
 def open_archive(scheme: str, address: str, storage: Storage) -> ThreadedFileSystem:

@@ -198,7 +198,7 @@ _MAX_TARGETS = 1 << 16  # objects whose signed URLs are kept, of some 500 bytes 
 Sign = Callable[[str], Awaitable[str]]
 
 
-class PlainSource:
+class PlainSource(Source):
     """Reads objects over HTTP or HTTPS; see `Source`.
 
     The first redirect of an object that may be followed holds for all later requests for it, until
@@ -530,9 +530,9 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if response.status != 200 or response.object_bytes < 0:
             raise WebError(response)
         told = {
-            "e_tag": response.etag,
-            "version": response.version,
-            "last_modified": response.modified,
+            "e_tag": response.told.etag,
+            "version": response.told.version,
+            "last_modified": response.told.modified,
         }
         return {"name": path, "type": "file", "size": response.object_bytes, **told}
 

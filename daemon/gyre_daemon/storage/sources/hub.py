@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.storage.location import Location, redact
-from gyre_daemon.storage.response import OnResponse, Response, SentRequest, describe
+from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source, describe
 from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
     MAX_REDIRECTS,
@@ -470,7 +470,7 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
             yield [(info["name"], info) for info in page if info["type"] == "file"]
 
 
-class HubSource:
+class HubSource(Source):
     """Reads files of the hub; see `Source`.
 
     The hub says where the bytes of a file lie, mostly in a storage of its own, and these are read

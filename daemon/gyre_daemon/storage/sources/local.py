@@ -58,7 +58,7 @@ from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.mounts import Mount, MountIsSlow
 from gyre_daemon.storage.open_shards import OpenFiles, OpenShard, OpenShards, ShardChecksums
-from gyre_daemon.storage.response import OnResponse, Response, SentRequest
+from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 
@@ -224,7 +224,7 @@ class ThreadReads:
         await self._slow.read(plan, self._shards, self._read_range)
 
 
-class MountSource:
+class MountSource(Source):
     """Reads files in threads; see `Source`. A path is the number of a shard."""
 
     def __init__(self, read: ReadRange, threads: DaemonThreads) -> None:
@@ -236,12 +236,6 @@ class MountSource:
         return self._threads.send(
             partial(_response, self._read, int(path), start, stop), on_response
         )
-
-    def refresh(self, status: int) -> None:
-        """See `Source.refresh`: files need no credentials."""
-
-    def close(self) -> None:
-        """See `Source.close`: nothing is open."""
 
 
 class _Numbers(Sequence[str]):

@@ -3,13 +3,12 @@
 It is an extra, imported only if a dataset needs it.
 """
 
-import asyncio
 import contextlib
 import datetime
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, cast
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -28,9 +27,9 @@ from gyre_daemon.storage.response import (
     SentRequest,
     Source,
     no_listing,
-    response_from_error,
 )
 from gyre_daemon.storage.shard import Validators
+from gyre_daemon.storage.sources.fsspec_drivers import AwaitedRequest
 from gyre_daemon.storage.sources.http_source import HttpOptions, PlainSource
 from gyre_daemon.storage.sources.plain_http import ConnectionBudget
 
@@ -140,7 +139,7 @@ def _described(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "type": "file", "size": meta["size"], **told}
 
 
-class ObjectSource:
+class ObjectSource(Source):
     """Reads with obstore; see `Source`."""
 
     def __init__(
@@ -156,22 +155,21 @@ class ObjectSource:
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
-        head: asyncio.Future[Any]
-        try:
+
+        async def answer(request: AwaitedRequest) -> Response:
+            request.first_byte_at = 0.0  # not yet
             store, key = self._store(path)
-            options: Any = {"range": (start, stop)}
-            head = cast("asyncio.Future[Any]", obstore.get_async(store, key, options=options))
-        except Exception as error:  # obstore could not even begin
-            head = asyncio.get_running_loop().create_future()
-            head.set_exception(error)
-        return _ObjectRequest(head, on_response)
+            found = await obstore.get_async(store, key, options={"range": (start, stop)})
+            request.first_byte_at = time.monotonic()
+            told = Validators.in_info(_described("", found.meta))
+            data = bytes(await found.bytes_async())
+            return Response(206, data, told, found.meta["size"])
+
+        return AwaitedRequest(answer, on_response)
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`: a new store reads credentials again."""
         self._filesystem = open_objects(*self._arguments, max_retries=0)
-
-    def close(self) -> None:
-        """See `Source.close`: the connections go with the store."""
 
     async def signed_url(self, path: str) -> str:
         """A URL that allows anybody to read an object for an hour.
@@ -186,51 +184,6 @@ class ObjectSource:
     def _store(self, path: str) -> tuple[Any, str]:
         bucket, key = self._filesystem._split_path(path)
         return self._filesystem._construct_store(bucket), key
-
-
-class _ObjectRequest:
-    """A request whose response arrives in two steps: the headers, then the body."""
-
-    def __init__(self, head: "asyncio.Future[Any]", on_response: OnResponse) -> None:
-        self.first_byte_at: float | None = 0.0
-        self._on_response = on_response
-        self._is_cancelled = False
-        self._response = Response(206)
-        self._awaited: asyncio.Future[Any] = head
-        head.add_done_callback(self._begun)
-
-    def cancel(self) -> None:
-        """See `SentRequest.cancel`."""
-        self._is_cancelled = True  # a finished future cannot be cancelled
-        self._awaited.cancel()
-
-    def when_free(self, free: Callable[[], None]) -> None:
-        """See `SentRequest.when_free`."""
-        free()
-
-    def _begun(self, head: "asyncio.Future[Any]") -> None:
-        if self._is_cancelled or head.cancelled():
-            return
-        self.first_byte_at = time.monotonic()
-        if error := head.exception():
-            self._on_response(response_from_error(error))
-            return
-        result = head.result()
-        told = Validators.in_info(_described("", result.meta))
-        self._response.etag, self._response.version = told.etag, told.version
-        self._response.modified = told.modified
-        self._response.object_bytes = result.meta["size"]
-        self._awaited = cast("asyncio.Future[Any]", result.bytes_async())
-        self._awaited.add_done_callback(self._whole)
-
-    def _whole(self, body: "asyncio.Future[Any]") -> None:
-        if self._is_cancelled or body.cancelled():
-            return
-        if error := body.exception():
-            self._on_response(response_from_error(error))
-            return
-        self._response.data = bytes(body.result())
-        self._on_response(self._response)
 
 
 def open_objects(

@@ -13,30 +13,19 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol, cast
+from typing import cast
 from urllib.parse import SplitResult
 
 from msgspec import Struct
 
-from gyre_daemon.storage.response import (
-    Body,
-    OnResponse,
-    Response,
-    untrusted,
-)
+from gyre_daemon.storage.response import Body, OnResponse, Response, untrusted
+from gyre_daemon.storage.shard import Validators
 
 _END = b"\r\n\r\n"
 _FIELD = re.compile(
     rb"\r\n(content-length|content-range|etag|last-modified|x-amz-version-id|x-goog-generation"
     rb"|location|connection|transfer-encoding|retry-after):[ \t]*([^\r\n]*)",
     re.IGNORECASE,
-)
-_TEXTS = (
-    (b"etag", "etag"),
-    (b"last-modified", "modified"),
-    (b"x-amz-version-id", "version"),
-    (b"x-goog-generation", "version"),
-    (b"location", "location"),
 )
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})")
 # The most bytes that the daemon holds of a response without data.
@@ -53,16 +42,6 @@ _MAX_SIZE_DIGITS = 18
 # it in pieces that the system never gets back: 23 MiB beside a cache of 24. Mapping a shorter body
 # takes more time than copying it once more.
 _MIN_MAPPED_BYTES = 64 << 10
-
-
-class ConnectionPool(Protocol):
-    """The connections to one host."""
-
-    def has_room(self) -> None:
-        """More connections may be opened than when one was last refused."""
-
-    def close_idle(self) -> bool:
-        """Begin to close an idle connection; returns whether there was one."""
 
 
 class ConnectionBudget:
@@ -82,14 +61,14 @@ class ConnectionBudget:
             max_open: the most connections at once, including those being opened.
         """
         self.num_left = max_open
-        self._pools: dict[ConnectionPool, None] = {}  # those that may have idle connections
-        self._refused: dict[ConnectionPool, None] = {}  # those that wait for one, oldest first
+        self._pools: dict[PlainHttp, None] = {}  # those that may have idle connections
+        self._refused: dict[PlainHttp, None] = {}  # those that wait for one, oldest first
 
-    def is_wanted_by_others(self, pool: ConnectionPool) -> bool:
+    def is_wanted_by_others(self, pool: "PlainHttp") -> bool:
         """Whether another host waits, so that a pool closes a connection that becomes idle."""
         return any(other is not pool for other in self._refused)
 
-    def take(self, pool: ConnectionPool) -> bool:
+    def take(self, pool: "PlainHttp") -> bool:
         """Whether a pool may open one more connection.
 
         If not, another pool's idle one is closed, and `has_room` is called when there is room.
@@ -111,7 +90,7 @@ class ConnectionBudget:
             del self._refused[pool]
             pool.has_room()
 
-    def forget(self, pool: ConnectionPool) -> None:
+    def forget(self, pool: "PlainHttp") -> None:
         """A pool opens no more connections; those it has are still given back one by one."""
         self._pools.pop(pool, None)
         self._refused.pop(pool, None)
@@ -206,11 +185,11 @@ class PlainHttp:
             task.add_done_callback(self._connected)
 
     def has_room(self) -> None:
-        """See `ConnectionPool`: open connections for the waiting requests."""
+        """Open connections for the waiting requests: more may be open than when one was refused."""
         self.connect(len(self._waiting))
 
     def close_idle(self) -> bool:
-        """See `ConnectionPool`: close the least recently used."""
+        """Begin to close the least recently used idle connection; returns whether there was one."""
         if not self._idle:
             return False
         self._idle.pop(0).abort()
@@ -369,9 +348,10 @@ class _Connection(asyncio.Protocol):
         if self._get.is_head:
             self._response = Response(
                 status,
+                told=_validators(fields),
                 object_bytes=int(length) if _is_number(length) else -1,
+                location=_text(fields, b"location"),
             )
-            _tell(self._response, fields)
             self._num_missing = 0
             self._receive(rest)
             return
@@ -382,10 +362,11 @@ class _Connection(asyncio.Protocol):
         _, _, total = fields.get(b"content-range", b"").rpartition(b"/")
         self._response = Response(
             status,
+            told=_validators(fields),
             object_bytes=int(total) if _is_number(total) else -1,
+            location=_text(fields, b"location"),
             retry_after_s=_seconds(fields.get(b"retry-after", b"")),
         )
-        _tell(self._response, fields)
         self._num_missing = int(length)
         if self._num_missing > (self._get.max_bytes if status < 300 else _MAX_DETAIL_BYTES):
             self._is_last, self._num_missing = True, 0
@@ -452,11 +433,13 @@ def _is_redirect(response: Response) -> bool:
     return response.status in (301, 302, 303, 307, 308) and bool(response.location)
 
 
-def _tell(response: Response, fields: Mapping[bytes, bytes]) -> None:
-    """Repeat fields of a head as texts of the response."""
-    for key, name in _TEXTS:
-        if key in fields:
-            setattr(response, name, fields[key].decode("latin-1"))
+def _validators(fields: Mapping[bytes, bytes]) -> Validators:
+    version = _text(fields, b"x-goog-generation") or _text(fields, b"x-amz-version-id")
+    return Validators(_text(fields, b"etag"), version, _text(fields, b"last-modified"))
+
+
+def _text(fields: Mapping[bytes, bytes], key: bytes) -> str:
+    return fields.get(key, b"").decode("latin-1")
 
 
 def _seconds(text: bytes) -> float:
