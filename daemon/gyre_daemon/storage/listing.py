@@ -48,7 +48,6 @@ from gyre_daemon.storage.location import (
     encoded_name,
     no_match,
     patterns_of,
-    relative_names,
     without_beside,
 )
 from gyre_daemon.storage.mounts import MOUNTS
@@ -123,14 +122,6 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
     )
 
 
-def list_shards(
-    paths: Sequence[str], pattern: str, *, follow_links: bool
-) -> tuple[list[LocalFile], list[Shard]]:
-    """The files of all paths, and the same as shards; see `list_files` for arguments and errors."""
-    files = list_all_files(paths, pattern, follow_links=follow_links)
-    return files, stat_shards(files)
-
-
 def list_all_files(paths: Sequence[str], pattern: str, *, follow_links: bool) -> list[LocalFile]:
     """The files of all paths; see `list_files` for arguments and errors."""
     return [
@@ -147,11 +138,6 @@ def names_in_folder(root: Root) -> list[str]:
             return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
     except OSError:
         return []
-
-
-def stat_shards(files: Sequence[LocalFile]) -> list[Shard]:
-    """The files as shards, whose names are relative to the deepest folder with all of them."""
-    return stat_named(files, relative_names([str(file) for file in files]))
 
 
 def stat_named(files: Sequence[LocalFile], names: Sequence[str]) -> list[Shard]:
@@ -560,23 +546,15 @@ def until(file: BinaryIO, stopped: threading.Event) -> BinaryIO:
     return cast("BinaryIO", _StoppableFile(file, stopped))
 
 
-@contextlib.contextmanager
-def open_file(file: LocalFile, name: str) -> Iterator[BinaryIO]:
-    """A local file; errors say that it is the shard `name`.
+@contextlib.asynccontextmanager
+async def opened_file(file: LocalFile, name: str) -> AsyncIterator[int]:
+    """The descriptor of a local file; errors say that it is the shard `name`.
+
+    Waits in threads of its mount.
 
     Raises:
         ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
     """
-    try:
-        with os.fdopen(file.open(), "rb") as opened:
-            yield opened
-    except OSError as error:
-        raise file_error(name, error) from error
-
-
-@contextlib.asynccontextmanager
-async def opened_file(file: LocalFile, name: str) -> AsyncIterator[int]:
-    """The descriptor of a local file; see `open_file`. Waits in threads of its mount."""
     try:
         mount = await MOUNTS.of(file.root.folder)
         async with mount.opened(file.open) as descriptor:
@@ -602,6 +580,9 @@ def open_shard(storage: Storage, shard: int, loop: asyncio.AbstractEventLoop) ->
     if local is None:
         yield cast("BinaryIO", _StreamFile(storage.stream(shard), loop))
         return
-    with open_file(local, listed.name) as file:
-        yield file
+    try:
+        with os.fdopen(local.open(), "rb") as file:
+            yield file
+    except OSError as error:
+        raise file_error(listed.name, error) from error
     check_listed(local, listed)

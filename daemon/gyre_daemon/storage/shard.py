@@ -13,10 +13,10 @@ import functools
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -190,6 +190,7 @@ def changed(name: str) -> CorruptSample:
 
 
 Integers = npt.NDArray[np.int64]
+Value = TypeVar("Value")
 
 
 class Texts(Struct, frozen=True):
@@ -300,47 +301,37 @@ class FileTable(Struct, frozen=True, dict=True):
         return digest.hexdigest()
 
 
-class FileShards(Sequence[Shard]):
-    """The files of a table as shards, each made when it is asked for.
+class Computed(Sequence[Value]):
+    """n values, each computed when it is asked for; an object for each would take too much."""
+
+    def __init__(self, num: int, compute: Callable[[int], Value]) -> None:
+        self._num, self._compute = num, compute
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._num
+
+    def __getitem__(self, number: Any) -> Any:
+        """Value `number`."""
+        return self._compute(number)
+
+
+class FileShards(Computed[Shard]):
+    """The files of a table as shards.
 
     Attributes:
         table: the files.
-        sizes: int64 [n], in bytes.
     """
 
     def __init__(self, table: FileTable) -> None:
+        super().__init__(len(table), table.shard)
         self.table = table
-        self.sizes = table.sizes
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self.table)
-
-    def __getitem__(self, number: Any) -> Any:
-        """A file as it was listed."""
-        return self.table.shard(number)
-
-
-class FilePaths(Sequence[str]):
-    """The paths of the files of a table, each made when it is asked for."""
-
-    def __init__(self, root: str, table: FileTable) -> None:
-        """Name the root, which ends with a slash."""
-        self._root, self._table = root, table
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._table)
-
-    def __getitem__(self, number: Any) -> Any:
-        """The path of a file, with its scheme."""
-        return self._root + self._table.name(number)
 
 
 def sizes_of(shards: Sequence[Shard]) -> Integers:
     """Int64 [n], the sizes of shards in bytes."""
     if isinstance(shards, FileShards):
-        return shards.sizes
+        return shards.table.sizes
     return np.array([shard.size_bytes for shard in shards], np.int64)
 
 

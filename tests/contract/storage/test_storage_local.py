@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.storage.beneath import LocalFile, OpenBeneath
 from gyre_daemon.storage.sources import local
-from gyre_daemon.storage.sources.local import ThreadReads
+from gyre_daemon.storage.sources.local import LocalStorage
 
 from tests.contract.places import (
     FailingDisk,
@@ -265,7 +264,7 @@ def test_reads_are_cut_for_several_threads_only_where_all_have_nothing_else_to_d
     async def cuts() -> list[list[int]]:
         with ThreadPoolExecutor(3) as executor:
             workers, done = FairExecutor(executor, 3), threading.Event()
-            reads = ThreadReads([], workers, Metrics(), Mock(), Mock(), None)
+            reads = LocalStorage([], [], workers, Metrics())
             found = [
                 reads.cuts(12, 64 << 20),
                 reads.cuts(12, 1 << 20),

@@ -14,8 +14,8 @@ from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.listing import list_folder
-from gyre_daemon.storage.sources import single_files
-from gyre_daemon.storage.sources.single_files import SingleFiles
+from gyre_daemon.storage.sources import local
+from gyre_daemon.storage.sources.local import SingleFiles
 
 NUM_FILES = 40
 
@@ -44,8 +44,8 @@ async def read_all(storage: SingleFiles) -> bool:
 def test_readers_of_the_page_cache_are_one_at_a_time(
     storage: SingleFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_files, "_TURN_S", 600.0)
-    monkeypatch.setattr(single_files, "_blocks_from_disk", lambda: 0)
+    monkeypatch.setattr(local, "_TURN_S", 600.0)
+    monkeypatch.setattr(local, "_blocks_from_disk", lambda: 0)
     at_once, most, lock = 0, 0, threading.Lock()
     held = Root.held
 
@@ -73,9 +73,9 @@ def test_a_slow_reader_holds_up_nobody(storage: SingleFiles) -> None:
 def test_readers_of_a_disk_do_not_wait_for_each_other(
     storage: SingleFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_files, "_TURN_S", 600.0)
+    monkeypatch.setattr(local, "_TURN_S", 600.0)
     blocks = iter(range(10**6))
-    monkeypatch.setattr(single_files, "_blocks_from_disk", lambda: next(blocks))
+    monkeypatch.setattr(local, "_blocks_from_disk", lambda: next(blocks))
     assert asyncio.run(read_all(storage))
     with storage._taking_turns():
         assert asyncio.run(asyncio.wait_for(read_all(storage), 60))

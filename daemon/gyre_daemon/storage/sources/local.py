@@ -23,6 +23,13 @@ the kernel keeps the pages locked, it waits for the first read.
 
 Each thread of a slow mount reads into memory of its own, not into the slot: one that never returns
 would keep the slot for ever.
+
+[Note: Samples that are files]
+
+Where each sample is a file, nothing stays open between samples, so that millions of files take no
+descriptors. Nothing is mapped, because a mapping costs more than reading a file that is wanted
+whole. One thread goes through the files of a batch while their mount is fast, and each file has one
+while it is slow.
 """
 
 import asyncio
@@ -32,14 +39,16 @@ import errno
 import itertools
 import mmap
 import os
+import resource
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
@@ -52,27 +61,25 @@ from gyre_daemon.storage.base import (
     Storage,
     WritableArena,
 )
-from gyre_daemon.storage.beneath import LocalFile, file_error
+from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root, file_error
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.gather import gather, is_allowed, read_each
-from gyre_daemon.storage.mounts import Mount, MountIsSlow
-from gyre_daemon.storage.open_shards import OpenFiles, OpenShard, OpenShards, ShardChecksums
+from gyre_daemon.storage.mounts import MOUNTS, Latency, Mount, MountIsSlow
+from gyre_daemon.storage.open_shards import (
+    OpenFiles,
+    OpenShard,
+    OpenShards,
+    ShardChecksums,
+    unknown,
+)
 from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source
-from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.shard import Computed, FileShards, FileTable, Shard, changed
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 
 # Work for less than this is not split among threads: copying it takes 4 ms, and a second job costs
 # about one. Larger jobs leave threads idle while a batch is awaited.
 _MIN_JOB_BYTES = 16 << 20
-
-# Reads in this thread; returns how many reads it did, the first ones, and for how many seconds it
-# waited for the disk. It does not do all only if the mount is slow.
-ReadAll = Callable[[Reads], tuple[int, float]]
-
-# Reads the bytes [start, stop) of a shard by its number. Raises `GyreError`, and an `OSError` of
-# which the next attempt may be free.
-ReadRange = Callable[[int, int, int], bytes]
 
 # Errors of a mount whose server is away for a while; lasting ones are not repeated.
 TRANSIENT = frozenset(
@@ -82,73 +89,82 @@ TRANSIENT = frozenset(
 )  # fmt: skip
 
 
-class SlowReads:
-    """How the files of one dataset are read while one of their mounts is slow."""
+class SlowMounts(Struct, frozen=True):
+    """How the files of one dataset are read while one of their mounts is slow.
 
-    def __init__(self, mounts: Sequence[Mount], endpoint_of: Callable[[Mount], Endpoint]) -> None:
-        """Read nothing yet.
+    Attributes:
+        mounts: of the files.
+        endpoint_of: returns the request engine of a mount.
+    """
 
-        Args:
-            mounts: of the files.
-            endpoint_of: returns the request engine of a mount.
-        """
-        self._mounts = mounts
-        self._endpoint_of = endpoint_of
-        self._storage: RemoteStorage | None = None
+    mounts: Sequence[Mount]
+    endpoint_of: Callable[[Mount], Endpoint]
 
     @property
-    def is_slow(self) -> bool:
+    def are_slow(self) -> bool:
         """Whether one of the mounts is slow."""
-        return any(mount.latency.is_slow for mount in self._mounts)
-
-    async def read(self, plan: ReadPlan, shards: Sequence[Shard], read: ReadRange) -> None:
-        """See `Storage.read`."""
-        if self._storage is None:
-            mount = next((each for each in self._mounts if each.latency.is_slow), self._mounts[0])
-            self._storage = RemoteStorage(
-                MountSource(read, mount.readers),
-                self._endpoint_of(mount),
-                _Numbers(shards),
-                shards,
-                is_compared=True,
-            )
-        await self._storage.read(plan)
+        return any(mount.latency.is_slow for mount in self.mounts)
 
 
-class ThreadReads:
-    """The reads of one local storage."""
+class FileStorage(Storage):
+    """Local files, whose reads are done by threads.
+
+    A subclass reads a part of a plan in one thread (`_read_all`), and single ranges while the mount
+    is slow (`_read_range`).
+
+    Attributes:
+        shards: as listed.
+    """
 
     def __init__(
         self,
         shards: Sequence[Shard],
         workers: FairExecutor,
         metrics: Metrics,
-        read_all: ReadAll,
-        read_range: ReadRange,
-        slow: SlowReads | None,
+        slow: SlowMounts | None,
     ) -> None:
-        """Nothing is read yet.
+        """Open no file yet.
 
         Args:
             shards: as listed; no read may leave them.
             workers: threads that read.
             metrics: counts the reads.
-            read_all: reads a part of a plan in one thread.
-            read_range: reads one range, while the mount is slow.
-            slow: reads while the mount is slow; None where it is never slow.
+            slow: how files are read while a mount is slow; None where none ever is.
         """
-        self._shards = shards
+        self.shards = shards
         self._bounds = ShardBounds(shards)
         self._workers = workers
         self._metrics = metrics
-        self._read_all = read_all
-        self._read_range = read_range
         self._slow = slow
+        self._slow_storage: RemoteStorage | None = None
+
+    def _read_all(self, reads: Reads) -> tuple[int, float]:
+        """Read in this thread.
+
+        Returns:
+            The number of reads that it did, the first ones; fewer than all only if the mount is
+            slow. And for how many seconds it waited for the disk.
+        """
+        raise NotImplementedError
+
+    def _read_range(self, shard: int, start: int, stop: int) -> bytes:
+        """Read the bytes `[start, stop)` of a shard.
+
+        Raises:
+            GyreError: they cannot be read.
+            OSError: the next attempt may succeed.
+        """
+        raise NotImplementedError
 
     @property
-    def is_slow(self) -> bool:
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`."""
+        return not self._is_slow
+
+    @property
+    def _is_slow(self) -> bool:
         """Whether each read has a thread."""
-        return self._slow is not None and self._slow.is_slow
+        return self._slow is not None and self._slow.are_slow
 
     def cuts(self, num_items: int, cost: int) -> list[int]:
         """Where to cut a plan into jobs for several threads: positions from 0 to `num_items`.
@@ -164,13 +180,13 @@ class ThreadReads:
         num_jobs = max(1, min(max_jobs, 1 + cost // _MIN_JOB_BYTES, num_items))
         return [num_items * job // num_jobs for job in range(num_jobs + 1)]
 
-    async def run(self, plan: ReadPlan, cost: int) -> float:
+    async def _run(self, plan: ReadPlan, cost: int) -> float:
         """Work out each part of a plan in the thread that reads it.
 
         Returns:
             The longest time that a thread waited for the disk, in seconds.
         """
-        if self.is_slow:
+        if self._is_slow:
             await self._read_slowly(plan)
             return 0.0
         cuts = self.cuts(len(plan), cost)
@@ -210,7 +226,7 @@ class ThreadReads:
             reads = reads.nonempty()
             if not len(reads):
                 return None, 0.0
-            if self.is_slow:
+            if self._is_slow:
                 return reads, 0.0
             worked_out.append(reads)
             num_read, waited_s = self._read_all(reads)
@@ -221,13 +237,23 @@ class ThreadReads:
 
     async def _read_slowly(self, plan: ReadPlan) -> None:
         assert self._slow
-        await self._slow.read(plan, self._shards, self._read_range)
+        if self._slow_storage is None:
+            mounts = self._slow.mounts
+            mount = next((each for each in mounts if each.latency.is_slow), mounts[0])
+            self._slow_storage = RemoteStorage(
+                MountSource(self._read_range, mount.readers),
+                self._slow.endpoint_of(mount),
+                Computed(len(self.shards), str),
+                self.shards,
+                is_compared=True,
+            )
+        await self._slow_storage.read(plan)
 
 
 class MountSource(Source):
     """Reads files in threads; see `Source`. A path is the number of a shard."""
 
-    def __init__(self, read: ReadRange, threads: DaemonThreads) -> None:
+    def __init__(self, read: Callable[[int, int, int], bytes], threads: DaemonThreads) -> None:
         self._read = read
         self._threads = LoopThreads(threads)  # which the mount bounds
 
@@ -238,20 +264,9 @@ class MountSource(Source):
         )
 
 
-class _Numbers(Sequence[str]):
-    """The numbers of shards as paths."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._num = len(shards)
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, number: Any) -> Any:
-        return str(number)
-
-
-def _response(read: ReadRange, shard: int, start: int, stop: int) -> Response:
+def _response(
+    read: Callable[[int, int, int], bytes], shard: int, start: int, stop: int
+) -> Response:
     try:
         return Response(206, read(shard, start, stop))
     except GyreError as error:
@@ -283,12 +298,8 @@ _mincore = ctypes.PyDLL(None).mincore  # it never waits, so the interpreter's lo
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
-class LocalStorage(Storage):
-    """Shards in the local file system.
-
-    Attributes:
-        shards: as listed.
-    """
+class LocalStorage(FileStorage):
+    """Shards in the local file system."""
 
     def __init__(
         self,
@@ -299,7 +310,7 @@ class LocalStorage(Storage):
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
         open_files: OpenFiles | None = None,
         owner: object = None,
-        slow: SlowReads | None = None,
+        slow: SlowMounts | None = None,
     ) -> None:
         """Open no file yet.
 
@@ -311,13 +322,11 @@ class LocalStorage(Storage):
             copy_workers: processes that may copy for the threads.
             open_files: divides open files among the daemon's datasets; None for a single dataset.
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
-            slow: reads while a mount is slow; None where none ever is.
+            slow: see `FileStorage`.
         """
-        self.shards = shards
+        super().__init__(shards, workers, metrics, slow)
         self._owner = owner
         self._files = files
-        self._reads = ThreadReads(shards, workers, metrics, self._read_all, self._read_range, slow)
-        self._workers = workers
         self._open = OpenShards(files, shards, copy_workers, open_files)
         self._checksums = ShardChecksums(shards, files)
         self._make_unmapped = partial(OpenShards, files, shards, open_files=open_files, maps=False)
@@ -328,18 +337,13 @@ class LocalStorage(Storage):
         self._may_gather = is_allowed()
 
     @property
-    def is_node_local(self) -> bool:
-        """See `Storage.is_node_local`."""
-        return not self._reads.is_slow
-
-    @property
     def checksums(self) -> ShardChecksums:
         """See `Storage.checksums`."""
         return self._checksums
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
-        waited_s = await self._reads.run(plan, plan.num_bytes)
+        waited_s = await self._run(plan, plan.num_bytes)
         if plan.delays:
             plan.delays.storage_s += waited_s
 
@@ -352,7 +356,7 @@ class LocalStorage(Storage):
         return self._files[shard]
 
     def _read_all(self, reads: Reads) -> tuple[int, float]:
-        """Read from as many shards at a time as this thread may have open; see `ReadAll`."""
+        """Read from as many shards at a time as this thread may have open; see `FileStorage`."""
         is_touched = np.zeros(len(self.shards), np.bool_)
         is_touched[reads.shard] = True
         touched = np.flatnonzero(is_touched)
@@ -365,19 +369,19 @@ class LocalStorage(Storage):
                 shards = touched[begin : begin + num_at_once]
                 waited_s += self._read_shards(reads.of_shards(shards), shards.tolist())
         except MountIsSlow:
-            if not self._reads.is_slow:
+            if not self._is_slow:
                 raise _unreadable(self.shards[int(reads.shard[0])].name) from None
             return 0, waited_s
         return len(reads), waited_s
 
     def _read_range(self, shard: int, start: int, stop: int) -> bytes:
-        """Read a range, with one call where nothing is wrong; see `ReadRange`."""
+        """Read a range, with one call where nothing is wrong; see `FileStorage`."""
         with self._making_unmapped:
             unmapped = self._unmapped = self._unmapped or self._make_unmapped()
         opened = unmapped.get(shard)
         trusted = opened.trusted  # another thread may change it at any time
         try:
-            data = _pread(opened, start, stop)
+            data = _pread(opened.descriptor, opened.mount.latency, start, stop)
         except OSError as error:
             if error.errno in TRANSIENT:
                 unmapped.drop(opened, shard)
@@ -390,7 +394,7 @@ class LocalStorage(Storage):
 
         def read_moved(moved: OpenShard) -> bool:
             nonlocal data
-            data = _pread(moved, start, stop)
+            data = _pread(moved.descriptor, moved.mount.latency, start, stop)
             return len(data) == stop - start
 
         opened.trusted = None
@@ -507,13 +511,13 @@ class LocalStorage(Storage):
         return gather(base[reads.shard] + reads.start.astype(np.uint64), reads.size, reads.target)
 
 
-def _pread(shard: OpenShard, start: int, stop: int) -> bytes:
+def _pread(descriptor: int, latency: Latency, start: int, stop: int) -> bytes:
     """The bytes of a range, or those before the end of the file."""
     began_s = time.perf_counter()
-    data = os.pread(shard.descriptor, stop - start, start)
-    shard.mount.latency.add_since(began_s)
+    data = os.pread(descriptor, stop - start, start)
+    latency.add_since(began_s)
     while len(data) < stop - start:
-        more = os.pread(shard.descriptor, stop - start - len(data), start + len(data))
+        more = os.pread(descriptor, stop - start - len(data), start + len(data))
         if not more:
             break
         data += more
@@ -546,6 +550,178 @@ def _unreadable(name: str) -> StorageUnavailable:
         "the system's log",
         {"shard": name},
     )
+
+
+# The cost of opening a file, in bytes that could be copied meanwhile. It weighs jobs that share the
+# threads, and decides when work is split: a job has a fixed cost of about a millisecond.
+_OPENING_BYTES = 64 << 10
+
+# How long a thread lets others go first that seem to read from the page cache. Each of them takes
+# some milliseconds for a batch; where a file system does not say that it waits, this is lost.
+_TURN_S = 0.1
+# Files of each job that are measured: more cost time in every job, fewer notice later that the
+# mount is slow. While files take long, all are measured.
+_NUM_MEASURED = 4
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.pread.restype = ctypes.c_ssize_t
+_libc.pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
+
+
+class SingleFiles(FileStorage):
+    """A storage whose shards are the files of a table; see [Note: Samples that are files]."""
+
+    def __init__(
+        self,
+        root: Root,
+        table: FileTable,
+        workers: FairExecutor,
+        metrics: Metrics,
+        slow: SlowMounts | None = None,
+    ) -> None:
+        """Open no file yet; see `FileStorage`.
+
+        Args:
+            root: the files lie beneath it.
+            table: of local files.
+            workers: threads that read.
+            metrics: counts the reads.
+            slow: see `FileStorage`.
+        """
+        assert table.stamps is not None
+        super().__init__(FileShards(table), workers, metrics, slow)
+        self._root = root
+        self._table = table
+        self._stamps = table.stamps
+        self._latency = MOUNTS.at(root.folder).latency
+        self._turn = threading.Lock()
+        self._from_page_cache = True  # where the last reads came from
+
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
+        await self._run(plan, plan.num_bytes + _OPENING_BYTES * len(plan))
+
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        return str(self._root.folder / self._table.name(shard))
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`."""
+        return LocalFile(self._root, self._table.name(shard))
+
+    def _read_all(self, reads: Reads) -> tuple[int, float]:
+        """Read, then check that each file is as it was listed; see `FileStorage`.
+
+        The check comes last, so that a write while a file is read does not go unnoticed.
+        """
+        latency, num_to_measure, num_read = self._latency, _NUM_MEASURED, 0
+        names, pread = self._table.names, _libc.pread
+        listed = zip(
+            reads.shard.tolist(),
+            self._table.sizes[reads.shard].tolist(),
+            self._stamps[reads.shard].tolist(),
+            strict=True,
+        )
+        ranges = zip(reads.start.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
+        number = -1
+        try:
+            with self._taking_turns(), self._root.held() as open_beneath:
+                for (number, file_bytes, stamp), (start, size, target) in zip(
+                    listed, ranges, strict=True
+                ):
+                    descriptor = open_beneath(names[number], READ_FLAGS)
+                    try:
+                        began_s = time.perf_counter()
+                        count = pread(descriptor, target, size, start)
+                        while (
+                            0 < count < size
+                            and (
+                                more := pread(
+                                    descriptor, target + count, size - count, start + count
+                                )
+                            )
+                            > 0
+                        ):
+                            count += more
+                        if num_to_measure > 0:
+                            num_to_measure -= not latency.add_since(began_s)
+                        now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
+                    finally:
+                        os.close(descriptor)
+                    is_listed = now.st_size == file_bytes and stamp == [
+                        now.st_mtime_ns,
+                        now.st_ctime_ns,
+                    ]
+                    if not is_listed or count != size:
+                        raise self._difference(number, now)
+                    num_read += 1
+                    if latency.is_slow and self._is_slow:
+                        break
+        except OSError as error:
+            name = self._table.name(number) if number >= 0 else str(self._root.folder)
+            raise file_error(name, error) from error
+        return num_read, 0.0  # how long it waited for the disk is not known
+
+    def _read_range(self, shard: int, start: int, stop: int) -> bytes:
+        """Read a range of one file, with one call where nothing is wrong; see `FileStorage`."""
+        table = self._table
+        listed = [int(table.sizes[shard]), *self._stamps[shard].tolist()]
+        try:
+            with self._root.held() as open_beneath:
+                descriptor = open_beneath(table.names[shard], READ_FLAGS)
+                try:
+                    data = _pread(descriptor, self._latency, start, stop)
+                    now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
+                finally:
+                    os.close(descriptor)
+            if len(data) != stop - start or listed != [
+                now.st_size,
+                now.st_mtime_ns,
+                now.st_ctime_ns,
+            ]:
+                raise self._difference(shard, now)
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                raise
+            is_odd = error.errno in (errno.ESPIPE, errno.EISDIR)
+            raise file_error(table.name(shard), NotRegular() if is_odd else error) from error
+        return data
+
+    @contextlib.contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        """One thread after the other, while files come from the page cache.
+
+        Threads that read there do not wait for a disk but for the interpreter's lock, which each
+        system call gives up: four threads take half the rate of one, and twice its CPU time. A
+        thread that waits for a disk holds nobody up for longer than `_TURN_S`, and then
+        all read at once, until one finds its files in the page cache again.
+        """
+        has_turn = self._from_page_cache and self._turn.acquire(timeout=_TURN_S)
+        blocks_before = _blocks_from_disk()
+        try:
+            yield
+            self._from_page_cache = _blocks_from_disk() == blocks_before
+        finally:
+            if has_turn:
+                self._turn.release()
+
+    def _difference(self, number: int, now: os.stat_result) -> OSError | GyreError:
+        """The error for a file that is not as it was listed, or of which not all can be read."""
+        name = self._table.name(number)
+        modified_ns, changed_ns = self._stamps[number].tolist()
+        if not stat.S_ISREG(now.st_mode):
+            return NotRegular()
+        if now.st_size != self._table.sizes[number] or now.st_mtime_ns != modified_ns:
+            return changed(name)
+        if now.st_ctime_ns != changed_ns:
+            return unknown(name, "gyre index")
+        return _unreadable(name)
+
+
+def _blocks_from_disk() -> int:
+    """How many blocks this thread has had read from disks."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
 
 
 class ReadAhead:

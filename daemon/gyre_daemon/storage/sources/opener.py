@@ -20,7 +20,6 @@ from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.listing import (
     list_all_files,
     list_folder,
-    list_shards,
     names_in_folder,
     stat_files,
     stat_named,
@@ -32,8 +31,7 @@ from gyre_daemon.storage.location import (
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.open_shards import OpenFiles
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
-from gyre_daemon.storage.sources.local import LocalStorage, SlowReads
-from gyre_daemon.storage.sources.single_files import SingleFiles
+from gyre_daemon.storage.sources.local import LocalStorage, SingleFiles, SlowMounts
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 if TYPE_CHECKING:
@@ -106,17 +104,13 @@ class StorageOpener:
 
     async def _open_cached(self, local: Location, pattern: str) -> Storage:
         """A snapshot of the hub's cache, whose links lead to the cache's files."""
-
-        def list_all() -> tuple[Sequence[LocalFile], Sequence[Shard]]:
-            files, shards = list_shards(local.paths, pattern, follow_links=True)
-            digests = [_cached_digest(file.path) for file in files]
-            return files, [
-                replace(shard, digest=digest) for shard, digest in zip(shards, digests, strict=True)
-            ]
-
-        files, shards = await MOUNTS.run(local.paths[0], list_all)
+        files, shards = await _list_local(local.paths, pattern, follow_links=True)
+        digests = await MOUNTS.run(
+            local.paths[0], lambda: [_cached_digest(file.path) for file in files]
+        )
         self._count_listing(len(local.paths))
-        return self.local(files, shards, None)
+        described = zip(shards, digests, strict=True)
+        return self.local(files, [replace(each, digest=digest) for each, digest in described], None)
 
     async def open_files(
         self,
@@ -162,7 +156,7 @@ class StorageOpener:
                     f"no file below {path} has an extension that counts; see `extensions`"
                 )
             mount = await MOUNTS.of(root.folder)
-            readers, slow = self._readers(mount), self._slow_reads([mount])
+            readers, slow = self._readers(mount), SlowMounts([mount], self._mount_endpoint)
             return SingleFiles(root, table, readers, self._metrics, slow), table
         opened = await self._remote.open_files(location, settings, is_wanted, names)
         if isinstance(opened, Location):
@@ -206,7 +200,7 @@ class StorageOpener:
             self._copy_workers,
             self._open_files,
             owner,
-            self._slow_reads(mounts),
+            SlowMounts(mounts, self._mount_endpoint),
         )
 
     async def open_beside(
@@ -254,9 +248,6 @@ class StorageOpener:
             self._fair[mount] = FairExecutor(mount.readers, self.workers.num_threads)
         return self._fair[mount]
 
-    def _slow_reads(self, mounts: Sequence[Mount]) -> SlowReads:
-        return SlowReads(mounts, self._mount_endpoint)
-
     def _mount_endpoint(self, mount: Mount) -> Endpoint:
         """The endpoint that all datasets on one mount share."""
         if mount.path not in self.endpoints:
@@ -296,17 +287,16 @@ def _cached_digest(file: Path) -> str:
 async def _list_local(
     paths: Sequence[str], pattern: str, *, follow_links: bool
 ) -> tuple[list[LocalFile], list[Shard]]:
-    """See `list_shards`; each path is listed in a thread of its mount."""
-    if len(paths) == 1:
-        return await MOUNTS.run(paths[0], list_shards, paths, pattern, follow_links=follow_links)
+    """See `list_files`; each path is listed in a thread of its mount."""
+    runs = [(await MOUNTS.of(paths[0]), slice(None))] if len(paths) == 1 else await _by_mount(paths)
     files: list[LocalFile] = []
-    for mount, some in await _by_mount(paths):
+    for mount, some in runs:
         files += await mount.run(list_all_files, paths[some], pattern, follow_links=follow_links)
     return files, await stat_local(files)
 
 
 async def stat_local(files: Sequence[LocalFile]) -> list[Shard]:
-    """See `stat_shards`; each file is looked at in a thread of its mount."""
+    """The files as shards, whose names are relative to the deepest folder with all of them."""
     paths = [str(file) for file in files]
     names, shards = relative_names(paths), []
     for mount, some in await _by_mount(paths):

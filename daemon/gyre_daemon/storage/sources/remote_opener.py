@@ -51,7 +51,7 @@ from gyre_daemon.storage.location import (
 )
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.response import Source, access_error, describe, response_from_error, words
-from gyre_daemon.storage.shard import FilePaths, FileShards, FileTable, Shard, Texts, Validators
+from gyre_daemon.storage.shard import Computed, FileShards, FileTable, Shard, Texts, Validators
 from gyre_daemon.storage.sources.fsspec_drivers import (
     MAX_READS,
     DriverSource,
@@ -167,12 +167,12 @@ class RemoteOpener:
         settings, options = await _http_options(settings)
         folder = as_folder(location.paths[0])
 
-        async def list_files(filesystem: AsyncFileSystem) -> tuple[FilePaths, FileShards]:
+        async def list_files(filesystem: AsyncFileSystem) -> tuple[Sequence[str], FileShards]:
             if names is None:
                 table = await list_tree(filesystem, folder, is_wanted)
             else:
                 table = await stat_names(filesystem, folder, names, self._max_listings)
-            return FilePaths(folder, table), FileShards(table)
+            return Computed(len(table), lambda each: folder + table.name(each)), FileShards(table)
 
         try:
             storage = await self._open_remote(location, settings, list_files, options)
