@@ -12,10 +12,10 @@ import logging
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import filterfalse, pairwise
+from itertools import filterfalse
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -26,7 +26,6 @@ from gyre_daemon.runtime.events import log_event
 
 _RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.-?(\d+))?", re.ASCII)
 _TOKEN = re.compile(r"\\.|[{},]", re.DOTALL)
-_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _MAX_DEPTH = 16
 _MAGIC = re.compile(r"[*?\[]")
@@ -58,71 +57,65 @@ def expand(text: str, max_texts: int) -> list[str]:
     Raises:
         ValueError: unbalanced braces, braces nested too deeply, or more than `max_texts` texts.
     """
-    return [_ESCAPED.sub(r"\1", expanded) for expanded in _expand(text, max_texts, 0)]
+    _check_depth(text)
+    begins: list[int] = []  # of the groups that are open
+    choices: list[list[list[str]]] = [[[""]]]  # the same of the whole text, and of each group
 
-
-def _expand(text: str, max_texts: int, depth: int) -> list[str]:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"its braces are nested more than {_MAX_DEPTH} deep")
-    texts = [""]
-    for begin, end in _pieces(text):
-        piece = text[begin:end]
-        choices = _choices(piece[1:-1], max_texts, depth) if piece.startswith("{") else [piece]
-        if len(texts) * len(choices) > max_texts:
+    def append(texts: list[str]) -> None:
+        before = choices[-1][-1]
+        if sum(map(len, choices[-1])) + len(before) * (len(texts) - 1) > max_texts:
             raise ValueError(f"it names more than {max_texts} shards")
-        texts = [before + choice for before in texts for choice in choices]
-    return texts
+        choices[-1][-1] = [each + text for each in before for text in texts]
 
-
-def _pieces(text: str) -> Iterator[tuple[int, int]]:
-    """The begins and ends of literal texts and outermost groups, in order."""
-    edges, depth = {0, len(text)}, 0
+    end = 0
     for token in _TOKEN.finditer(text):
-        if token[0] == "{" and depth == 0:
-            edges.add(token.start())
+        append([text[end : token.start()]])
+        end = token.end()
+        if token[0] == "{":
+            begins.append(end)
+            choices.append([[""]])
+        elif token[0] == "}":
+            group, its = text[begins.pop() : token.start()], choices.pop()
+            if len(its) > 1:
+                append([text for texts in its for text in texts])
+            else:
+                append(_range(group, max_texts) or [f"{{{text}}}" for text in its[0]])
+        elif token[0] == "," and begins:
+            choices[-1].append([""])
+        else:
+            append([token[0][-1]])
+    append([text[end:]])
+    return choices[0][0]
+
+
+def _check_depth(text: str) -> None:
+    depth, deepest = 0, 0
+    for token in _TOKEN.finditer(text):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
-        if token[0] == "}" and depth == 0:
-            edges.add(token.end())
+        deepest = max(depth, deepest)
         if depth < 0:
             break
     if depth:
         raise ValueError("its braces are not balanced")
-    return pairwise(sorted(edges))
+    if deepest > _MAX_DEPTH:
+        raise ValueError(f"its braces are nested more than {_MAX_DEPTH} deep")
 
 
-def _choices(group: str, max_texts: int, depth: int) -> list[str]:
-    """The texts of a group: a range, a list, or itself if it is neither."""
-    if bounds := _RANGE.fullmatch(group):
-        texts = _range(bounds[1], bounds[2], int(bounds[3] or 1) or 1, max_texts)
-        if texts is not None:
-            return texts
-    commas, inner = [-1], 0
-    for token in _TOKEN.finditer(group):
-        inner += {"{": 1, "}": -1}.get(token[0], 0)
-        commas += [token.start()] if token[0] == "," and inner == 0 else []
-    if len(commas) == 1:
-        return ["{" + choice + "}" for choice in _expand(group, max_texts, depth + 1)]
-    parts = [group[begin + 1 : end] for begin, end in pairwise([*commas, len(group)])]
-    return [choice for part in parts for choice in _expand(part, max_texts, depth + 1)]
-
-
-def _range(first: str, last: str, step: int, max_texts: int) -> list[str] | None:
-    """The numbers or letters from the first to the last, in either direction; None for a mix."""
-    letters = first in _LETTERS
-    if letters != (last in _LETTERS):
+def _range(group: str, max_texts: int) -> list[str] | None:
+    """The numbers or letters of a range, in either direction; None if the group is none."""
+    bounds = _RANGE.fullmatch(group)
+    if not bounds or (bounds[1] in _LETTERS) != (bounds[2] in _LETTERS):
         return None
-    begin, end = (
-        (_LETTERS.index(first), _LETTERS.index(last)) if letters else (int(first), int(last))
-    )
+    is_letters, step = bounds[1] in _LETTERS, int(bounds[3] or 1) or 1
+    begin, end = map(_LETTERS.index if is_letters else int, bounds.group(1, 2))
     if abs(end - begin) // step >= max_texts:
         raise ValueError(f"it names more than {max_texts} shards")
     numbers = range(begin, end + 1, step) if begin < end else range(begin, end - 1, -step)
-    if letters:
+    if is_letters:
         return [_LETTERS[number] for number in numbers]
-    is_padded = any(
-        bound.lstrip("-").startswith("0") and bound.lstrip("-") != "0" for bound in (first, last)
-    )
-    width = max(len(first), len(last)) if is_padded else 0
+    digits = [bound.lstrip("-") for bound in bounds.group(1, 2)]
+    is_padded = any(each.startswith("0") and each != "0" for each in digits)
+    width = max(map(len, bounds.group(1, 2))) if is_padded else 0
     return [f"{number:0{width}d}" for number in numbers]
 
 
@@ -235,11 +228,12 @@ def no_match(folder: str, pattern: str, names: Sequence[str], below: Sequence[st
     if found:
         files = [name.rpartition("/")[2] for name in found]
         pattern = _of_suffix(files) if pattern == "*" else _narrowest(pattern, files)
-        sets = {top: None for name in found if _split_word(top := name.partition("/")[0])}
+        tops = dict.fromkeys(name.partition("/")[0] for name in found)
+        sets = {top: _SETS[word.lower()] for top in tops if (word := _split_word(top))}
         if sets:
             is_flat = all(name.count("/") == 1 for name in found)
             below_set, stars = ("", "*") if is_flat else (f"/**/{pattern}", "**")
-            first = next((name for name in sets if _set_of(name) == "train"), next(iter(sets)))
+            first = next((top for top in sets if sets[top] == "train"), next(iter(sets)))
             text = (
                 f"no file of {root} matches {pattern}, but it has the folders {', '.join(sets)}: "
                 f"name one of them, such as {root}/{first}{below_set}, or {root}/{stars}/{pattern} "
@@ -288,11 +282,6 @@ def _narrowest(pattern: str, names: Sequence[str]) -> str:
         (each for each in patterns_of(pattern) if all(fnmatchcase(name, each) for name in names)),
         pattern,
     )
-
-
-def _set_of(name: str) -> str:
-    """Which set a name tells; empty for none."""
-    return _SETS[word.lower()] if (word := _split_word(name)) else ""
 
 
 def _visible(paths: Sequence[str]) -> list[str]:
@@ -465,19 +454,19 @@ def _check_url(scheme: str, rest: str) -> None:
             "or the members of an archive: `zip://MEMBERS::URL`, `tar://MEMBERS::URL`",
             {"scheme": scheme},
         )
-    if scheme not in ("file", "local") and not _has_driver(scheme):
-        raise InvalidRequest(
-            f"unknown scheme `{scheme}://` in a dataset's URI: no fsspec driver of that name is "
-            "installed where the daemon runs. Install its package there; a driver that a script "
-            "registers needs an entry point in the group `fsspec.specs`",
-            {"scheme": scheme},
-        )
     if scheme in ("file", "local"):
         if not rest.startswith("/"):
             raise InvalidRequest(
                 f"a {scheme}:// URI needs an absolute path, such as {scheme}:///data/shards"
             )
         return
+    if not _has_driver(scheme):
+        raise InvalidRequest(
+            f"unknown scheme `{scheme}://` in a dataset's URI: no fsspec driver of that name is "
+            "installed where the daemon runs. Install its package there; a driver that a script "
+            "registers needs an entry point in the group `fsspec.specs`",
+            {"scheme": scheme},
+        )
     if _PASSWORD.match(rest):
         raise InvalidRequest(
             "a dataset's URI must not contain a password; put credentials into the dataset's "
