@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from fsspec import register_implementation
 from gyre_daemon.errors import first_error
-from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.conftest import S3Server

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import stat_shard
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.local import LocalStorage, ReadAhead
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.storage.gather import gather
+from gyre_daemon.storage.reads import gather
 from gyre_daemon.workers.copy_workers import Ranges
 
 FILE_BYTES, JOB_BYTES = 400 << 20, 4 << 20

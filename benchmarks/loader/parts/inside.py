@@ -35,7 +35,7 @@ from gyre_daemon.sessions.session_request import Reader, Reservations, SessionRe
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.gather import Addresses, Sizes, gather
+from gyre_daemon.storage.reads import Addresses, Sizes, gather
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
@@ -104,7 +104,7 @@ async def measure(workload: Workload, folder: Path) -> Cost:
     with (
         client_nearby() as client,
         ThreadPoolExecutor(NUM_THREADS) as executor,
-        mock.patch("gyre_daemon.storage.gather", copies.run),
+        mock.patch("gyre_daemon.storage.sources.local.gather", copies.run),
     ):
         table_, session = await _open(workload, folder, FairExecutor(executor, NUM_THREADS))
         session.attach()

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import NodeCache
 

@@ -27,9 +27,9 @@ from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_protos.v1 import loader_pb2 as pb
 

@@ -22,8 +22,7 @@ import numpy as np
 import uvloop
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
-from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions, RemoteStorage
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.response import Source
 from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects

@@ -41,8 +41,8 @@ from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.runtime.listen import make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.reads import Reads, Storage
 from gyre_daemon.workers.compute_workers import ComputeWorkers
 
 _PIECE_BYTES = 4 << 20

@@ -19,8 +19,8 @@ from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of
 from gyre_daemon.order.mixture import planner_for
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import Order, ShuffleQuality, expected_quality
-from gyre_daemon.storage.base import MAX_GAP_BYTES
 from gyre_daemon.storage.cache.blocks import whole_pages
+from gyre_daemon.storage.reads import MAX_GAP_BYTES
 
 # The order `block` is recommended only if it shuffles at least this well. A lower bound would give
 # up quality to save requests; a higher one would ask for windows that take more memory.

@@ -26,7 +26,7 @@ from gyre_daemon.order.mixture import MixedSource, Mixture
 from gyre_daemon.order.permutation import BlockIndex, BlockTable, Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES, Order
 from gyre_daemon.order.sequences import PACKING_VERSION, PackRule, Sequences, pack_documents
-from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.shard import Shard
 
 _T = TypeVar("_T")

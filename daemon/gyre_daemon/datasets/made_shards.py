@@ -29,11 +29,10 @@ from gyre_daemon.datasets.shard_worker import DecodeRequest
 from gyre_daemon.errors import CorruptSample, StorageUnavailable
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.runtime.threads import Claims, FairExecutor
-from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
-from gyre_daemon.storage.gather import Addresses, gather, is_allowed, memory_at
 from gyre_daemon.storage.open_shards import ShardChecksums
+from gyre_daemon.storage.reads import Addresses, ReadPlan, Reads, ShardBounds, Storage, copy
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,
@@ -121,7 +120,6 @@ class MadeStorage:
         self.shards = recipe.shards
         self._recipe, self._threads, self._stored = recipe, threads, stored
         self._bounds = ShardBounds(recipe.shards)
-        self._may_gather = is_allowed()
 
     @property
     def is_node_local(self) -> bool:
@@ -164,13 +162,7 @@ class MadeStorage:
     def _copy(self, memory: CellMemory, reads: Reads) -> None:
         """Copy parts of cells to where they are wanted; runs in a thread."""
         with reads.lease():
-            if self._may_gather:
-                gather(memory.sources, reads.size, reads.target)
-                return
-            sources = memory.sources.tolist()
-            ranges = zip(sources, reads.size.tolist(), reads.target.tolist(), strict=True)
-            for source, size, target in ranges:
-                memory_at(target, size)[:] = memory_at(source, size)
+            copy(memory.sources, reads.size, reads.target)
 
 
 class Decoders:

@@ -21,10 +21,10 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import Storage, read_ranges
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import check_listed, opened_file
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.reads import Storage, read_ranges
 from gyre_daemon.workers.compute_workers import (
     ComputeServer,
     ComputeWorker,

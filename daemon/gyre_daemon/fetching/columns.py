@@ -47,7 +47,7 @@ from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow, compute
-from gyre_daemon.storage.base import Draws
+from gyre_daemon.storage.reads import Draws
 from gyre_daemon.transforms.declared import Lengths, TransformedDataset
 
 _MAX_READ_BYTES = 16 << 20  # of a stored field at once

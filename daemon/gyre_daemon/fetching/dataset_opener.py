@@ -38,7 +38,7 @@ from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.fetching.transformed import MadeSources
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, compute
-from gyre_daemon.storage.base import Draws
+from gyre_daemon.storage.reads import Draws
 from gyre_daemon.transforms.declared import STEP as CACHE
 from gyre_daemon.transforms.declared import Lengths, TransformedDataset, Transforms
 from gyre_daemon.transforms.recipes import Kind

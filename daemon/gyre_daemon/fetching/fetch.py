@@ -38,7 +38,7 @@ from gyre_daemon.memory.arenas import Slot
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor
-from gyre_daemon.storage.base import Delays, Draws, NextUse, Reads, WritableArena
+from gyre_daemon.storage.reads import Delays, Draws, NextUse, Reads, WritableArena
 
 
 class Place(Protocol):

@@ -22,7 +22,7 @@ from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor
-from gyre_daemon.storage.base import Delays, Draws
+from gyre_daemon.storage.reads import Delays, Draws
 from gyre_daemon.transforms.declared import SampleFailed, TransformedDataset
 from gyre_daemon.transforms.recipes import (
     ENCODER,

@@ -31,7 +31,7 @@ from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.steps import NEVER, GroupPlan, Phase, Stage
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import BlockCache, Delays
+from gyre_daemon.storage.reads import BlockCache, Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 
 # Batches that are laid out at once, unless a batch group has more. To lay out many costs less for

@@ -11,7 +11,7 @@ longest one; then the gaps are closed, so the batch is the same as with measured
 them through the node cache, and a mixture reads the results of its sources' transforms there; see
 [Note: How transformed samples are cached] in `transforms.declared`. Where transforms draw
 random numbers, a record depends on the seed and the epoch that a read brings: see [Note: Samples of
-sources that depend on chance] in `storage.base`. Reads that come at the same time, as those of a
+sources that depend on chance] in `storage.reads`. Reads that come at the same time, as those of a
 cache do, which fetches block by block, are made together, at the first turn of the jobs that wait
 for any of them.
 """
@@ -51,9 +51,9 @@ from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortio
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.threads import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import BlockCache, Delays, Draws, Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
+from gyre_daemon.storage.reads import BlockCache, Delays, Draws, Reads, Storage
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.declared import (
     RECORD_BLOCKS,

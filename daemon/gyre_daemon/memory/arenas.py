@@ -46,7 +46,7 @@ from gyre_daemon.errors import Overloaded
 from gyre_daemon.memory.share import Share
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow, in_thread
-from gyre_daemon.storage.base import ArenaClosed
+from gyre_daemon.storage.reads import ArenaClosed
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
 
 _NUM_NAMED = 3  # users in an error message

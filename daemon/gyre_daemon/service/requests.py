@@ -21,8 +21,8 @@ from gyre_daemon.order.permutation import (
 from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.order.steps import MAX_SKIPPED, SkippedSteps, Stage, are_skipped, is_growth
 from gyre_daemon.sessions.session_request import MAX_EPOCHS, Reader
-from gyre_daemon.storage.base import JoinedFiles
 from gyre_daemon.storage.cache.node import shared_block_bytes
+from gyre_daemon.storage.reads import JoinedFiles
 
 _TAILS: dict[int, Tail] = {
     pb.TAIL_UNSPECIFIED: "wrap",

@@ -46,7 +46,7 @@ from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.sessions import stream_state
 from gyre_daemon.sessions.session_request import Reservations
 from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState, latest
-from gyre_daemon.storage.base import Delays
+from gyre_daemon.storage.reads import Delays
 
 
 class _Part(Struct, eq=False):

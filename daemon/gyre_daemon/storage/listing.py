@@ -33,7 +33,6 @@ from gyre_daemon.errors import (
     first_error,
 )
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.beneath import (
     LeavesRoot,
     LocalFile,
@@ -52,6 +51,7 @@ from gyre_daemon.storage.location import (
 )
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.open_shards import Stamp
+from gyre_daemon.storage.reads import Reads, Storage
 from gyre_daemon.storage.shard import FileTable, PositionedFile, Shard, Texts, changed
 
 _MAGIC = frozenset("*?[")

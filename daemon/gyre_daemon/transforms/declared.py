@@ -46,7 +46,7 @@ from gyre_daemon.order.permutation import (
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, Flow
-from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.recipes import (
     BFLOAT16,

@@ -15,7 +15,7 @@ credentials. That of copy workers is forked from the daemon before it opens anyt
 nothing but copies.
 
 If a mapped file shrinks, or its disk fails, the kernel kills a process that reads the mapping, with
-SIGBUS. Copies by system call (`storage/gather.py`) survive that, but they look up every page
+SIGBUS. Copies by system call (`storage/reads.py`) survive that, but they look up every page
 and so take more CPU time. Therefore copy workers copy with plain loads and stores.
 
 The daemon notices a death by the end of the process's connection, and a hang by a deadline. It

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import Flow
-from gyre_daemon.storage.base import Delays, Reads
-from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
-from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions, RemoteStorage
+from gyre_daemon.storage.reads import Delays, Reads
 from gyre_daemon.storage.response import OnResponse, Response
 from gyre_daemon.storage.shard import Shard, Validators
 

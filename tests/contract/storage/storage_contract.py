@@ -11,10 +11,10 @@ import pytest
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage import base
-from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage import reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.reads import Reads, Storage
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
@@ -262,7 +262,7 @@ class StorageContract:
     def test_a_stream_is_the_whole_shard(
         self, place: Place, opener: Any, size: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(base, "STREAM_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(reads, "STREAM_CHUNK_BYTES", 1000)
         place.put("0.bin", noise(3, size))
 
         async def stream() -> list[bytes]:
@@ -276,7 +276,7 @@ class StorageContract:
     def test_a_stream_may_be_abandoned(
         self, place: Place, opener: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(base, "STREAM_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(reads, "STREAM_CHUNK_BYTES", 1000)
         place.put("0.bin", noise(3, 10_000))
 
         complaints: list[object] = []

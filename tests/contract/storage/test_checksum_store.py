@@ -14,9 +14,9 @@ from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor
-from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import stat_shard
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.storage.sources.local import LocalStorage
 
 from tests.contract.places import noise

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.runtime.threads import Claims, Flow
-from gyre_daemon.storage.base import Delays, Reads
 from gyre_daemon.storage.engine.endpoint import AdmissionQueue
+from gyre_daemon.storage.reads import Delays, Reads
 from gyre_daemon.storage.response import OnResponse, Response, response_from_error
 from gyre_daemon.storage.shard import Validators
 

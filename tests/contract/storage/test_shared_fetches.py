@@ -10,10 +10,10 @@ import pytest
 from gyre_daemon.datasets.formats import lines
 from gyre_daemon.datasets.made_shards import Decoders, decoded_shards
 from gyre_daemon.runtime.threads import FairExecutor, Flow
-from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import PAGE_BYTES, BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
-from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.engine.endpoint import RemoteStorage
+from gyre_daemon.storage.reads import Reads, Storage
 from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard, Validators
 from gyre_daemon.workers.compute_workers import ComputeServer

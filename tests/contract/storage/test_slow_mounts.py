@@ -14,10 +14,10 @@ import pytest
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor, Flow
-from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.mounts import FAST_S, MOUNTS, SLOW_S, Latency
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, take_checksums

@@ -17,12 +17,12 @@ import pytest
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor, Flow
-from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap, DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.cache.placement import NEVER
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.contract.places import (

@@ -17,9 +17,9 @@ from gyre_daemon.errors import CorruptSample, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
 from gyre_daemon.storage import open_shards
-from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.reads import Reads, Storage
 from gyre_daemon.storage.sources import local
 from gyre_daemon.storage.sources.local import LocalStorage
 from gyre_daemon.storage.sources.opener import StorageOpener

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.memory.arenas import Arena
-from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.gather import memory_at
+from gyre_daemon.storage.reads import Reads, memory_at
 from gyre_daemon.storage.sources import local
 from gyre_daemon.storage.sources.local import LocalStorage
 from gyre_daemon.workers.copy_workers import CopyWorkers

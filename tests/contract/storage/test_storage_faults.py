@@ -21,9 +21,9 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.sources import remote_opener
 from gyre_daemon.storage.sources.object_source import open_objects
 from gyre_daemon.storage.sources.opener import StorageOpener

@@ -13,9 +13,9 @@ from fsspec.registry import known_implementations
 from gyre_daemon.errors import CorruptSample, NotAllowed
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.sources.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, unique

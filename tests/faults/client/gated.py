@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gyre_client.command import cli
-from gyre_client.command import conversion, units
+from gyre_client.command import cli, conversion, units
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from gyre_daemon.memory.share import share_within
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor
 from gyre_daemon.sessions.session import ClientArenas
-from gyre_daemon.storage.base import ArenaClosed
+from gyre_daemon.storage.reads import ArenaClosed
 
 from tests.arenas import mapped_arena_bytes
 from tests.conftest import Daemon, StartDaemon

@@ -15,9 +15,9 @@ from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.transformed import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts
 from gyre_daemon.runtime.threads import FairExecutor, Flow
-from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.reads import Reads, Storage
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms, TransformWorkers
 from gyre_daemon.workers.compute_workers import ComputeServer

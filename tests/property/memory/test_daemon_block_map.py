@@ -1,8 +1,8 @@
 """Which block contains a read: the one with all of it, or none."""
 
 import numpy as np
-from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.reads import Reads
 from hypothesis import given
 from hypothesis import strategies as st
 

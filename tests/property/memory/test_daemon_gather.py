@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.storage.gather import address_of, gather, is_allowed, memory_at
+from gyre_daemon.storage.reads import address_of, gather, is_allowed, memory_at
 from hypothesis import given
 from hypothesis import strategies as st
 

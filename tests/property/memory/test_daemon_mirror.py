@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.cache import blocks as mirrors
 from gyre_daemon.storage.cache.blocks import (
     BLOCKS_SUFFIX,
@@ -26,6 +25,7 @@ from gyre_daemon.storage.cache.blocks import (
     Mirror,
     open_disk_cache,
 )
+from gyre_daemon.storage.reads import Reads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import stat_shard
 from gyre_daemon.storage.open_shards import OpenShard, OpenShards
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.storage.sources import local
 from gyre_daemon.storage.sources.local import ReadAhead, blocks, is_mapped_in_memory
 from hypothesis import given

@@ -2,7 +2,7 @@
 
 from gyre_daemon.fetching.fetch import BatchTiming, BatchTimings
 from gyre_daemon.service.replies import from_timing
-from gyre_daemon.storage.base import Delays
+from gyre_daemon.storage.reads import Delays
 
 
 def timing(step: int, job: str = "a", dataset: str = "x", num_steps: int = 1) -> BatchTiming:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.listing import list_folder
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.storage.sources import local
 from gyre_daemon.storage.sources.local import SingleFiles
 

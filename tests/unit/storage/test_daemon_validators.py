@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gyre_daemon.errors import GyreError
-from gyre_daemon.storage.engine.remote import ChangeCheck, Decide
+from gyre_daemon.storage.engine.endpoint import ChangeCheck, Decide
 from gyre_daemon.storage.shard import UNKNOWN, Shard, Validators, is_same
 
 TIME = "Sun, 06 Nov 1994 08:49:37 GMT"

@@ -5,7 +5,7 @@ import pytest
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.fetching.transformed import pieces_of
-from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.reads import Reads
 from gyre_daemon.transforms.declared import (
     RECORD_BLOCKS,
     MeasuredIndex,

@@ -42,10 +42,10 @@ from gyre_daemon.order.mixture import MixedSource, Mixture, source_seed, whole_w
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.order.steps import Phase
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import MixedStorage
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import CLASS, allow_scheme, redact
+from gyre_daemon.storage.reads import MixedStorage
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 

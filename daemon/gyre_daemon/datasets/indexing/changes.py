@@ -13,10 +13,10 @@ from msgspec import Struct
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.base import array_of
 from gyre_daemon.datasets.sidecars import Arrays, Check, SidecarKey, SidecarStore
-from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import file_error
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.open_shards import CHECKSUM_BYTES, Checksums, ShardChecksums, num_blocks
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.shard import Shard
 
 # indexed: it is new. kept: it is what it was. restored: its times moved, but its bytes are what

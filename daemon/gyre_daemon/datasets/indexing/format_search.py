@@ -53,7 +53,6 @@ from gyre_daemon.datasets.known_formats import (
 from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import ConcatenatedFiles, Storage, read_ranges
 from gyre_daemon.storage.location import (
     Location,
     check_one_tree,
@@ -65,6 +64,7 @@ from gyre_daemon.storage.location import (
     possible_shards,
 )
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.reads import ConcatenatedFiles, Storage, read_ranges
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeWorkers

@@ -76,13 +76,13 @@ from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.planner import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import ConcatenatedFiles, Storage, read_ranges
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.node import CachedStorage, NodeCache
 from gyre_daemon.storage.listing import stat_shard
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.reads import ConcatenatedFiles, Storage, read_ranges
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer

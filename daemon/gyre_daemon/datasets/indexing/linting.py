@@ -25,10 +25,10 @@ from gyre_daemon.datasets.indexing.unpacked import unpacked_name
 from gyre_daemon.datasets.shard_worker import CheckMedia
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import BlockCache, ReadPlan
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import stat_shard
 from gyre_daemon.storage.open_shards import ShardChecksums
+from gyre_daemon.storage.reads import BlockCache, ReadPlan
 from gyre_daemon.storage.shard import Shard
 
 FindingKind = Literal["corrupt", "odd"]

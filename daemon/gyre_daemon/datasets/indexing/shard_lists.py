@@ -20,9 +20,9 @@ from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
-from gyre_daemon.storage.base import Storage, read_ranges
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.location import Location, check_one_set, matches_any, matching
+from gyre_daemon.storage.reads import Storage, read_ranges
 from gyre_daemon.storage.sources.opener import StorageOpener, stat_local
 
 _FORMAT_OF_LISTS = "webdataset"

@@ -44,11 +44,11 @@ from gyre_daemon.datasets.sidecars import Loaded, SidecarKey, SidecarOf, Sidecar
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.threads import compute, in_thread
-from gyre_daemon.storage.base import Storage, read_ranges
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.listing import open_shard, until
 from gyre_daemon.storage.location import CLASS, data_owner
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.reads import Storage, read_ranges
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeWorkers

@@ -48,8 +48,7 @@ from msgspec import Struct, field
 
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import is_ours, make_folder, open_ours
-from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.gather import address_of, gather, is_allowed, read_each
+from gyre_daemon.storage.reads import Reads, address_of, gather, is_allowed, read_each
 
 Integers = npt.NDArray[np.int64]
 

@@ -22,19 +22,25 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import NO_JOB, Claims, FairExecutor, FairQueue, Flow, compute
-from gyre_daemon.storage.base import BlockCache, Delays, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, BlockMemory, DiskCache, Integers, Mirror
 from gyre_daemon.storage.cache.placement import Key, Need, Placement, Tier, View, Volume
-from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.open_shards import ShardChecksums
+from gyre_daemon.storage.reads import (
+    BlockCache,
+    Delays,
+    ReadPlan,
+    Reads,
+    ShardBounds,
+    Storage,
+    copy,
+)
 from gyre_daemon.storage.shard import Shard
 
 _Result = TypeVar("_Result")
@@ -95,7 +101,6 @@ class NodeCache:
             self._writer = DiskWriter(
                 disk, self._placement, self._disk_workers, counts, clock, self._freed.set
             )
-        self._may_gather = is_allowed()
 
     async def open_volume(
         self,
@@ -384,12 +389,15 @@ class NodeCache:
     async def _copy_memory(self, volume: Volume, blocks: Integers, reads: Reads) -> None:
         sources = volume.sources(blocks, reads)
         if reads.num_bytes <= _INLINE_BYTES:
-            _copy_all(sources, reads, self._may_gather)
+            copy(sources, reads.size, reads.target)
             return
         # The thread owns the blocks' memory, because it continues if this task is cancelled.
         owners = [volume.owner(block) for block in np.unique(blocks).tolist()]
-        copy = functools.partial(_copy_all, sources, reads, self._may_gather, owners)
-        await self._in_thread(reads, copy, self._workers)
+
+        def copy_owned(_: object = owners) -> None:
+            copy(sources, reads.size, reads.target)
+
+        await self._in_thread(reads, copy_owned, self._workers)
 
     async def _copy_disk(self, volume: Volume, blocks: Integers, reads: Reads) -> set[int]:
         """Copy out of the mirror; returns the blocks that turned out to be damaged."""
@@ -412,17 +420,6 @@ class NodeCache:
                 return copy()
 
         return await workers.run(reads.flow, reads.num_bytes, reads.urgency, work)
-
-
-def _copy_all(
-    sources: npt.NDArray[np.uint64], reads: Reads, may_gather: bool, _owners: object = None
-) -> None:
-    if may_gather:
-        gather(sources, reads.size, reads.target)
-        return
-    ranges = zip(sources.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
-    for source, size, target in ranges:
-        memory_at(target, size)[:] = memory_at(source, size)
 
 
 def _retrieve_error(task: asyncio.Task[None]) -> None:

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from gyre_daemon.monitoring.metrics import CacheCounts
-from gyre_daemon.storage.base import NextUse, Reads, Storage
 from gyre_daemon.storage.cache.blocks import (
     BlockMap,
     BlockMemory,
@@ -29,6 +28,7 @@ from gyre_daemon.storage.cache.blocks import (
     Mirror,
     whole_pages,
 )
+from gyre_daemon.storage.reads import NextUse, Reads, Storage
 
 NEVER = (1 << 63) - 1
 

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.threads import Flow, Turn
-from gyre_daemon.storage.base import Delays, RequestDelays
+from gyre_daemon.storage.reads import Delays, RequestDelays
 from gyre_daemon.storage.response import Body, ByteRange, Response, SentRequest, Source
 from gyre_daemon.storage.shard import UNKNOWN, Validators
 

@@ -36,9 +36,9 @@ from msgspec import Struct
 from gyre_daemon.errors import ConfigError, InvalidRequest
 from gyre_daemon.runtime.plug_ins import load_script_object
 from gyre_daemon.runtime.threads import DaemonThreads, LoopThreads
-from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.listing import StorageFile
 from gyre_daemon.storage.location import CLASS
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.response import (
     OnResponse,
     Response,

@@ -53,18 +53,8 @@ from msgspec import Struct
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor, LoopThreads
-from gyre_daemon.storage.base import (
-    ArenaClosed,
-    ReadPlan,
-    Reads,
-    ShardBounds,
-    Storage,
-    WritableArena,
-)
 from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root, file_error
-from gyre_daemon.storage.engine.endpoint import Endpoint
-from gyre_daemon.storage.engine.remote import RemoteStorage
-from gyre_daemon.storage.gather import gather, is_allowed, read_each
+from gyre_daemon.storage.engine.endpoint import Endpoint, RemoteStorage
 from gyre_daemon.storage.mounts import MOUNTS, Latency, Mount, MountIsSlow
 from gyre_daemon.storage.open_shards import (
     OpenFiles,
@@ -72,6 +62,17 @@ from gyre_daemon.storage.open_shards import (
     OpenShards,
     ShardChecksums,
     unknown,
+)
+from gyre_daemon.storage.reads import (
+    ArenaClosed,
+    ReadPlan,
+    Reads,
+    ShardBounds,
+    Storage,
+    WritableArena,
+    gather,
+    is_allowed,
+    read_each,
 )
 from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source
 from gyre_daemon.storage.shard import Computed, FileShards, FileTable, Shard, changed

@@ -14,7 +14,6 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.monitoring.metrics import Metrics, RequestLabels
 from gyre_daemon.runtime.threads import FairExecutor
-from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.listing import (
@@ -30,6 +29,7 @@ from gyre_daemon.storage.location import (
 )
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.open_shards import OpenFiles
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.shard import FileTable, Shard, Texts
 from gyre_daemon.storage.sources.local import LocalStorage, SingleFiles, SlowMounts
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers

@@ -32,9 +32,7 @@ from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.threads import compute, in_thread
-from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
-from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions, RemoteStorage
 from gyre_daemon.storage.location import (
     ARCHIVES,
     Location,
@@ -50,6 +48,7 @@ from gyre_daemon.storage.location import (
     without_beside,
 )
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.response import Source, access_error, describe, response_from_error, words
 from gyre_daemon.storage.shard import Computed, FileShards, FileTable, Shard, Texts, Validators
 from gyre_daemon.storage.sources.fsspec_drivers import (
