@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.runtime.threads import Claims, Flow
-from gyre_daemon.storage.engine.endpoint import AdmissionQueue
 from gyre_daemon.storage.reads import Delays, Reads
 from gyre_daemon.storage.response import OnResponse, Response, response_from_error
 from gyre_daemon.storage.shard import Validators
@@ -304,14 +303,13 @@ def test_reads_that_wait_for_a_dead_endpoint_fail_and_later_ones_are_served() ->
 def test_a_read_waits_for_admission_no_longer_than_nothing_is_answered() -> None:
     async def scene() -> None:
         loop, ends = asyncio.get_running_loop(), [asyncio.get_running_loop().time() + 0.05]
-        error = StorageUnavailable("nothing was answered")
-        admission = AdmissionQueue(
-            lambda: False, lambda asked_at: ends[-1] - loop.time(), lambda: error
-        )
+        endpoint = Engine().endpoint
+        endpoint._has_room = lambda: False  # type: ignore[method-assign]
+        endpoint._left_s = lambda _: ends[-1] - loop.time()  # type: ignore[method-assign]
         began = loop.time()
 
         async def enter() -> None:
-            async with admission.admitted(Claims(JOB, 0), began):
+            async with endpoint.admitted(Claims(JOB, 0), began):
                 pytest.fail("there is no room")
 
         waiting = asyncio.create_task(enter())

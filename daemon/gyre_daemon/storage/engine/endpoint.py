@@ -63,84 +63,6 @@ from gyre_daemon.storage.response import (
 )
 from gyre_daemon.storage.shard import UNKNOWN, Shard, Validators, changed, is_same
 
-
-class AdmissionQueue:
-    """Admits a read when few requests wait for their turn.
-
-    Queueing more requests would only cost time that those in flight need.
-    """
-
-    def __init__(
-        self,
-        has_room: Callable[[], bool],
-        left_s: Callable[[float], float],
-        error: Callable[[], GyreError],
-    ) -> None:
-        """Nothing waits.
-
-        Args:
-            has_room: whether few requests wait for their turn.
-            left_s: how many seconds a read that was asked for at a given time may still wait.
-            error: raised when that time is over.
-        """
-        self._has_room = has_room
-        self._left_s = left_s
-        self._error = error
-        self._line = FairQueue(1)
-        self._room = asyncio.Event()
-        self._is_awaited = False
-        self._admitted: Counter[tuple[Flow, int]] = Counter()
-
-    @contextlib.asynccontextmanager
-    async def admitted(self, claims: Claims, asked_at: float) -> AsyncIterator[None]:
-        """Wait until a read is admitted; it stays so inside the context.
-
-        Args:
-            claims: the jobs that need it; jobs are admitted fairly, and among a job's reads the
-                most urgent is admitted first.
-            asked_at: when the read was asked for.
-
-        Raises:
-            GyreError: from `error`; its time was over before there was room.
-        """
-        async with self._line.turn_of(claims, 1):
-            await self._wait_for_room(asked_at)
-        flow, urgency = claims.first
-        self._admitted[flow, urgency] += 1
-        try:
-            yield
-        finally:
-            self._admitted[flow, urgency] -= 1
-            if not self._admitted[flow, urgency]:
-                del self._admitted[flow, urgency]
-
-    def needed_first(self) -> dict[Flow, int]:
-        """The lowest urgency of each job with admitted reads."""
-        first: dict[Flow, int] = {}
-        for flow, urgency in self._admitted:
-            first[flow] = min(urgency, first.get(flow, urgency))
-        return first
-
-    def look_again(self) -> None:
-        """There may be room."""
-        if self._is_awaited and self._has_room():
-            self._room.set()
-
-    async def _wait_for_room(self, asked_at: float) -> None:
-        self._is_awaited = True
-        try:
-            while not self._has_room():
-                self._room.clear()
-                try:
-                    async with asyncio.timeout(self._left_s(asked_at)):
-                        await self._room.wait()
-                except TimeoutError:
-                    if self._left_s(asked_at) <= 0:  # it grows whenever a response arrives
-                        raise self._error() from None
-        finally:
-            self._is_awaited = False
-
-
 # The timer: a longer tick delays retries and hedges, a shorter one costs processor time while
 # anything is in flight. Deadlines are checked once in this many ticks.
 _TICK_S, _TICKS_PER_DEADLINE_CHECK = 0.005, 20
@@ -178,7 +100,6 @@ class Endpoint:
     """All requests to one endpoint, of all datasets and jobs. Used from one event loop.
 
     Attributes:
-        admission: admits reads; those that it admits submit their requests.
         num_answered: requests whose bytes were used.
         first_byte_s: the sum of their times until the first byte.
     """
@@ -193,7 +114,9 @@ class Endpoint:
         self._options = options
         self._metrics = metrics
         self._live: dict[RangeRequest, None] = {}
-        self.admission = AdmissionQueue(self._has_room, self._left_s, self._stalled)
+        self._line = FairQueue(1)  # of reads that wait for admission
+        self._room = asyncio.Event()
+        self._admitted: Counter[tuple[Flow, int]] = Counter()
         self._hedges = Hedges()
         self._refreshing: dict[CredentialRefresh, None] = {}
         self._to_retry: list[tuple[float, int, RangeRequest]] = []  # a heap by time
@@ -212,6 +135,40 @@ class Endpoint:
         self.limit.lower_ceiling(max_requests)
         if not self._is_down:  # otherwise the queue is resized when the pause is over
             self.queue.resize(self.limit.limit)
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, claims: Claims, asked_at: float) -> AsyncIterator[None]:
+        """Wait until few requests wait for their turn; those of the read are submitted inside.
+
+        Queueing more requests would only cost time that those in flight need.
+
+        Args:
+            claims: the jobs that need it; jobs are admitted fairly, and among a job's reads the
+                most urgent is admitted first.
+            asked_at: when the read was asked for.
+
+        Raises:
+            StorageUnavailable: nothing was answered for as long as a range may take.
+        """
+        async with self._line.turn_of(claims, 1):
+            while not self._has_room():
+                self._room.clear()
+                try:
+                    async with asyncio.timeout(self._left_s(asked_at)):
+                        await self._room.wait()
+                except TimeoutError:
+                    if self._left_s(asked_at) <= 0:  # it grows whenever a response arrives
+                        raise stalled_error(
+                            self.name, self._options.deadline_s, self._last_failure
+                        ) from None
+        first = claims.first
+        self._admitted[first] += 1
+        try:
+            yield
+        finally:
+            self._admitted[first] -= 1
+            if not self._admitted[first]:
+                del self._admitted[first]
 
     def submit(self, request: RangeRequest) -> None:
         """Request a range; its `finish` is called with the result."""
@@ -232,7 +189,7 @@ class Endpoint:
         """Nobody needs the range any more."""
         if not request.is_over:
             self._end(request, "abandoned")
-            self.admission.look_again()
+            self._look_for_room()
             del request.finish
 
     def _has_room(self) -> bool:
@@ -245,8 +202,16 @@ class Endpoint:
         """How long a read that was asked for at `asked_at` may still wait for admission."""
         return max(asked_at, self._succeeded_at) + self._options.deadline_s - time.monotonic()
 
-    def _stalled(self) -> GyreError:
-        return stalled_error(self.name, self._options.deadline_s, self._last_failure)
+    def _look_for_room(self) -> None:
+        if self._has_room():
+            self._room.set()
+
+    def _needed_first(self) -> dict[Flow, int]:
+        """The lowest urgency of each job with admitted reads."""
+        first: dict[Flow, int] = {}
+        for flow, urgency in self._admitted:
+            first[flow] = min(urgency, first.get(flow, urgency))
+        return first
 
     def _enqueue(self, request: RangeRequest, *, is_hedge: bool) -> None:
         if not is_hedge and request.credentials.holds(request, time.monotonic()):
@@ -377,7 +342,7 @@ class Endpoint:
         self._num_ticks += 1
         self._retry(now)
         if self._options.hedges and not self.limit.is_throttled:
-            for request in self._hedges.take_late(now, self.admission.needed_first()):
+            for request in self._hedges.take_late(now, self._needed_first()):
                 self._enqueue(request, is_hedge=True)
         if self._num_ticks % _TICKS_PER_DEADLINE_CHECK == 0:
             self._check_deadlines(now)
@@ -417,7 +382,7 @@ class Endpoint:
 
     def _fail(self, request: RangeRequest, error: GyreError, in_flight: Outcome) -> None:
         self._end(request, in_flight)
-        self.admission.look_again()
+        self._look_for_room()
         self._finish(request, b"", error)
 
     def _finish(self, request: RangeRequest, data: Body, error: GyreError | None) -> None:
@@ -448,7 +413,7 @@ class Endpoint:
 
     def _release(self) -> None:
         self.queue.release()
-        self.admission.look_again()
+        self._look_for_room()
 
     def _count(self, outcome: Outcome, num_bytes: int) -> None:
         self._metrics.count_requests(RequestLabels(self._scheme, "read", outcome), 1, num_bytes)
@@ -512,7 +477,7 @@ class RemoteStorage(Storage):
         if not len(reads):
             return
         asked_at, claims = time.monotonic(), reads.claimed()
-        async with self._endpoint.admission.admitted(claims, asked_at):
+        async with self._endpoint.admitted(claims, asked_at):
             wanted = list(_ranges(reads))
             pending = _PendingRead(reads, len(wanted), asked_at)
             try:
@@ -546,24 +511,16 @@ class RemoteStorage(Storage):
         )
         shared = self._in_flight[key] = _SharedRequest(key, request, [(pending, pieces)])
         pending.shared_requests[shared] = None
-        deliver = functools.partial(self._finish, shared)
-        request.finish = functools.partial(self._checked, request, shard, deliver)
+        request.finish = functools.partial(self._checked, shared)
         self._endpoint.submit(request)
 
-    def _checked(
-        self,
-        request: RangeRequest,
-        shard: int,
-        deliver: Callable[[Body, GyreError | None], None],
-        data: Body,
-        error: GyreError | None,
-    ) -> None:
+    def _checked(self, shared: "_SharedRequest", data: Body, error: GyreError | None) -> None:
         """Deliver a range, if it is of the version that was listed."""
         if error or self._changes is None:
-            deliver(data, error)
+            self._finish(shared, data, error)
         else:
-            decide = functools.partial(deliver, data)
-            self._changes.check(shard, request.wanted.shard, request.told, decide)
+            decide = functools.partial(self._finish, shared, data)
+            self._changes.check(shared.key[0], shared.request.told, decide)
 
     def _hasten(self, pending: "_PendingRead", flow: Flow, urgency: int) -> None:
         """Somebody needs the ranges of a read."""
@@ -682,8 +639,9 @@ class ChangeCheck:
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_warned = False
 
-    def check(self, number: int, shard: Shard, told: Validators, decide: Decide) -> None:
+    def check(self, number: int, told: Validators, decide: Decide) -> None:
         """Decide about bytes of an object that came with these validators, now or later."""
+        shard = self._shards[number]
         known = self._known.get(number, shard.validators)
         same = is_same(known, told)
         if same is not None:
