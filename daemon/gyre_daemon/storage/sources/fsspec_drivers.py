@@ -31,7 +31,6 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
-from msgspec import Struct
 
 from gyre_daemon.errors import ConfigError, InvalidRequest
 from gyre_daemon.runtime.plug_ins import load_script_object
@@ -114,18 +113,25 @@ class DriverPool:
     """The drivers of one dataset, all with the same settings. Safe for several threads."""
 
     def __init__(
-        self, connect: Callable[[], AbstractFileSystem], connecting: threading.Semaphore
+        self, address: str, connect: Callable[[], AbstractFileSystem], threads: EndpointThreads
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            connect: makes a driver, which may take as long as the server likes.
-            connecting: limits how many do so at once.
-        """
+        """Connect to nothing yet; see `ThreadedFileSystem`."""
+        self._address = address
         self._connect = connect
-        self._connecting = connecting
+        self.threads = threads
         self._idle: list[tuple[AbstractFileSystem, float]] = []  # since when; the latest are last
         self._is_closed = False
+
+    def own(self, url: str) -> str:
+        """A driver's path for a URL."""
+        if url.rstrip("/") == self._address.rstrip("/"):
+            return "" if self._address.endswith("://") else "/"
+        return url.removeprefix(self._address)
+
+    def url(self, path: str) -> str:
+        """The URL of a driver's path."""
+        slash = "" if path.startswith("/") or self._address.endswith("://") else "/"
+        return f"{self._address}{slash}{path}"
 
     def call(self, work: Callable[[AbstractFileSystem], Result]) -> Result:
         """Call `work` with a driver that no other thread uses meanwhile.
@@ -180,7 +186,7 @@ class DriverPool:
         """A driver, and whether it is a new one."""
         with contextlib.suppress(IndexError):  # another thread took the last one
             return self._idle.pop()[0], False
-        with self._connecting:
+        with self.threads.connecting:
             with contextlib.suppress(IndexError):  # one became idle meanwhile
                 return self._idle.pop()[0], False
             try:
@@ -192,27 +198,6 @@ class DriverPool:
         self._idle.append((driver, time.monotonic()))
         if self._is_closed:
             self._close_idle()
-
-
-class _Names(Struct, frozen=True):
-    """The paths that a driver has for URLs.
-
-    Attributes:
-        address: the part of URLs before these paths: the scheme, and perhaps a server.
-    """
-
-    address: str
-
-    def own(self, url: str) -> str:
-        """The driver's path for a URL."""
-        if url.rstrip("/") == self.address.rstrip("/"):
-            return "" if self.address.endswith("://") else "/"
-        return url.removeprefix(self.address)
-
-    def url(self, path: str) -> str:
-        """The URL of a driver's path."""
-        slash = "" if path.startswith("/") or self.address.endswith("://") else "/"
-        return f"{self.address}{slash}{path}"
 
 
 class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
@@ -241,12 +226,10 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
             told: of every file, added to the driver's info.
         """
         super().__init__(asynchronous=True)
-        self._names = _Names(address)
-        self._pool = DriverPool(connect, threads.connecting)
-        self._threads = threads
+        self._pool = DriverPool(address, connect, threads)
         self.max_reads = threads.max_reads
         self._told = told
-        self.source = ThreadSource(self._names, self._pool, threads)
+        self.source = ThreadSource(self._pool)
 
     async def connect(self) -> None:
         """Make the first driver; the driver's exceptions are raised."""
@@ -254,7 +237,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def look(self, path: str) -> dict[str, Any]:
         """The info of a file as it is now, past the driver's cache."""
-        own = self._names.own(path)
+        own = self._pool.own(path)
 
         def look(driver: AbstractFileSystem) -> dict[str, Any]:
             driver.invalidate_cache(driver._parent(own))
@@ -263,45 +246,41 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return await self._run(look)
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
-        own = self._names.own(path)
+        own = self._pool.own(path)
         return await self._run(lambda driver: self._named(driver.info(own)))
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
-        own = self._names.own(path)
-
-        def ls(driver: AbstractFileSystem) -> dict[str, dict[str, Any]]:
-            return self._all(driver, driver.ls(driver._strip_protocol(own), detail=True))
-
-        found = await self._run(ls)
+        found = await self._all(
+            path, lambda driver, own: driver.ls(driver._strip_protocol(own), detail=True)
+        )
         return list(found.values()) if detail else list(found)
 
     async def _glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
-        own = self._names.own(path)
-        return await self._run(
-            lambda driver: self._all(driver, driver.glob(own, detail=True).values())
-        )
+        return await self._all(path, lambda driver, own: driver.glob(own, detail=True).values())
 
     async def _find(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
-        own = self._names.own(path)
-        return await self._run(
-            lambda driver: self._all(driver, driver.find(own, detail=True).values())
-        )
+        return await self._all(path, lambda driver, own: driver.find(own, detail=True).values())
 
     def _named(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """An info under the file's URL, instead of the driver's own path."""
-        return {**info, **self._told, "name": self._names.url(info["name"])}
+        return {**info, **self._told, "name": self._pool.url(info["name"])}
 
-    def _all(
-        self, driver: AbstractFileSystem, infos: Iterable[dict[str, Any]]
+    async def _all(
+        self, path: str, find: Callable[[AbstractFileSystem, str], Iterable[dict[str, Any]]]
     ) -> dict[str, dict[str, Any]]:
         """Infos by URL, with links replaced by their targets."""
-        named = (self._named(_behind_link(driver, info)) for info in infos)
-        return {info["name"]: info for info in named}
+        own = self._pool.own(path)
+
+        def infos(driver: AbstractFileSystem) -> dict[str, dict[str, Any]]:
+            named = (self._named(_behind_link(driver, info)) for info in find(driver, own))
+            return {info["name"]: info for info in named}
+
+        return await self._run(infos)
 
     async def _run(self, work: Callable[[AbstractFileSystem], Result]) -> Result:
         self.source.sweep_later()
         try:
-            return await self._threads.looking.run(self._pool.call, work)
+            return await self._pool.threads.looking.run(self._pool.call, work)
         except NotConnected as failure:
             raise failure.reason from None
 
@@ -309,18 +288,15 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
 class ThreadSource(Source):
     """Reads files with a synchronous driver; see `Source`."""
 
-    def __init__(self, names: "_Names", pool: DriverPool, threads: EndpointThreads) -> None:
-        """Read nothing yet; see `ThreadedFileSystem`."""
-        self._names = names
+    def __init__(self, pool: DriverPool) -> None:
         self._pool = pool
-        self._threads = threads
-        self._reading = LoopThreads(threads.reading, counts_cancelled=True)
+        self._reading = LoopThreads(pool.threads.reading, counts_cancelled=True)
         self._loop = asyncio.get_running_loop()
         self._sweeping: asyncio.TimerHandle | None = None
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
-        own = self._names.own(path)
+        own = self._pool.own(path)
 
         def read(driver: AbstractFileSystem) -> bytes:
             return bytes(driver.cat_file(own, start=start, end=stop))
@@ -342,7 +318,7 @@ class ThreadSource(Source):
     def _sweep(self) -> None:
         self._sweeping = None
         if self._pool.has_idle:
-            self._threads.looking.submit(self._pool.close_unused)
+            self._pool.threads.looking.submit(self._pool.close_unused)
             self.sweep_later()
 
     def close(self) -> None:
