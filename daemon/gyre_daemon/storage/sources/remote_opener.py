@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
+from msgspec import Struct
 
 from gyre_daemon.config.schema import hide
 from gyre_daemon.errors import (
@@ -87,6 +88,23 @@ _ListAll = Callable[[AsyncFileSystem], Awaitable[tuple[Sequence[str], Sequence[S
 _OpenLocation = Callable[[Location, Mapping[str, Any], str], Awaitable[Storage]]
 
 
+class _Asked(Struct, frozen=True):
+    """A location, the settings of its driver, and ours."""
+
+    location: Location
+    settings: Mapping[str, Any]
+    options: HttpOptions
+
+    @classmethod
+    async def of(cls, location: Location, settings: Mapping[str, Any]) -> "_Asked":
+        """See `take_http_options`."""
+        return cls(location, *await _http_options(settings))
+
+    @property
+    def scheme(self) -> str:
+        return self.location.scheme
+
+
 class RemoteOpener:
     """Opens locations with one daemon's threads, limits and counters.
 
@@ -130,7 +148,7 @@ class RemoteOpener:
         may_be_absent: bool = False,
     ) -> RemoteStorage | Location:
         """See `StorageOpener.open`."""
-        settings, options = await _http_options(settings)
+        asked = await _Asked.of(location, settings)
 
         async def list_all_shards(
             filesystem: AsyncFileSystem,
@@ -148,12 +166,8 @@ class RemoteOpener:
                 shards.append(Shard(name, int(info["size"]), told.text, told.digest, told))
             return paths, shards
 
-        try:
-            return await self._open_remote(
-                location, settings, list_all_shards, options, may_be_absent=may_be_absent
-            )
-        except HubUnreachable as error:
-            return await self._cached(location, settings, options, str(error))
+        opening = self._open_remote(asked, list_all_shards, may_be_absent=may_be_absent)
+        return await self._or_cached(asked, opening)
 
     async def open_files(
         self,
@@ -163,8 +177,7 @@ class RemoteOpener:
         names: Texts | None,
     ) -> tuple[Storage, FileTable] | Location:
         """See `StorageOpener.open_files`."""
-        settings, options = await _http_options(settings)
-        folder = as_folder(location.paths[0])
+        asked, folder = await _Asked.of(location, settings), as_folder(location.paths[0])
 
         async def list_files(filesystem: AsyncFileSystem) -> tuple[Sequence[str], FileShards]:
             if names is None:
@@ -173,25 +186,23 @@ class RemoteOpener:
                 table = await stat_names(filesystem, folder, names, self._max_listings)
             return Computed(len(table), lambda each: folder + table.name(each)), FileShards(table)
 
-        try:
-            storage = await self._open_remote(location, settings, list_files, options)
-        except HubUnreachable as error:
-            return await self._cached(location, settings, options, str(error))
+        storage = await self._or_cached(asked, self._open_remote(asked, list_files))
+        if isinstance(storage, Location):
+            return storage
         return storage, cast("FileShards", storage.shards).table
 
     async def names_in(
         self, location: Location, settings: Mapping[str, Any]
     ) -> list[str] | Location:
         """See `StorageOpener.names_in`."""
-        settings, options = await _http_options(settings)
-        folder = location.paths[0].rstrip("/")
+        asked = await _Asked.of(location, settings)
         try:
-            filesystem = await self._filesystem(location, settings, options)
+            filesystem = await self._filesystem(asked)
             async with asyncio.timeout(LISTING_DEADLINE_S):
-                entries = await filesystem._ls(folder, detail=True)
+                entries = await filesystem._ls(location.paths[0].rstrip("/"), detail=True)
         except HubUnreachable as error:
             try:
-                return await self._cached(location, settings, options, str(error), is_logged=False)
+                return await self._cached(asked, str(error), is_logged=False)
             except (ShardMissing, StorageUnavailable):
                 return []
         except Exception:
@@ -216,17 +227,17 @@ class RemoteOpener:
             source.close()
         self._hub.close()
 
-    async def _cached(
-        self,
-        location: Location,
-        settings: Mapping[str, Any],
-        options: HttpOptions,
-        why: str,
-        *,
-        is_logged: bool = True,
-    ) -> Location:
+    async def _or_cached(self, asked: _Asked, opening: Awaitable[Result]) -> Result | Location:
+        """The result of opening a location, or its snapshot if there is no way to the hub."""
+        try:
+            return await opening
+        except HubUnreachable as error:
+            return await self._cached(asked, str(error))
+
+    async def _cached(self, asked: _Asked, why: str, *, is_logged: bool = True) -> Location:
         """The snapshot of a location in the hub's cache, which the log names."""
-        client = await in_thread(partial(HubClient, settings, options, self._hub), "gyre-hub")
+        location = asked.location
+        client = await self._hub_client(asked)
         try:
             work = partial(client.snapshot, location, why)
             local, folder = await in_thread(work, "gyre-hub")
@@ -248,90 +259,52 @@ class RemoteOpener:
                 endpoint.lower_ceiling(max(1, self._max_requests // len(self._endpoints)))
         return self._endpoints[name]
 
+    async def _hub_client(self, asked: _Asked) -> HubClient:
+        make = partial(HubClient, asked.settings, asked.options, self._hub)  # reads files
+        return await in_thread(make, "gyre-hub")
+
     async def _open_remote(
-        self,
-        location: Location,
-        settings: Mapping[str, Any],
-        list_all: _ListAll,
-        options: HttpOptions,
-        *,
-        may_be_absent: bool = False,
+        self, asked: _Asked, list_all: _ListAll, *, may_be_absent: bool = False
     ) -> RemoteStorage:
         """List the files of a location, and make them readable."""
-        filesystem = await self._filesystem(location, settings, options)
+        filesystem = await self._filesystem(asked)
         try:
-            paths, shards = await self._listed(
-                location, list_all(filesystem), may_be_absent=may_be_absent
-            )
+            listing = list_all(filesystem)
+            paths, shards = await self._listed(asked.location, listing, may_be_absent=may_be_absent)
         except BaseException:
             if isinstance(filesystem, WebFileSystem):
                 filesystem.source.close()
             raise
         num_endpoints = len(self._endpoints)
-        name = endpoint_name(location.scheme, settings, paths[0])
+        name = endpoint_name(asked.scheme, asked.settings, paths[0])
         max_requests = self._options.max_requests
         if isinstance(filesystem, ThreadedFileSystem):
             max_requests = min(max_requests, filesystem.max_reads)
-        endpoint = self._endpoint(name, location.scheme, max_requests)
+        endpoint = self._endpoint(name, asked.scheme, max_requests)
         num_connections = endpoint.limit.limit if len(self._endpoints) > num_endpoints else 0
-        source = await self._source(
-            filesystem, location.scheme, settings, paths[0], num_connections, options
-        )
+        source = await self._source(filesystem, asked, paths[0], num_connections)
         self._sources.add(source)
-        look = partial(look_again, filesystem)
-        return RemoteStorage(source, endpoint, paths, shards, look)
+        return RemoteStorage(source, endpoint, paths, shards, partial(look_again, filesystem))
 
-    async def _filesystem(
-        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
-    ) -> AsyncFileSystem:
-        """The lister of a location; an archive is opened as a location by itself."""
-        if location.scheme not in ARCHIVES:
-            return await self._driver(location, settings, options)
-        path = location.paths[0]
-        archive = await self._open_location(archive_of(path), {**settings, **options.given}, "*")
-        address = f"{location.scheme}://{path.partition('://')[2].partition('/')[0]}"
-        filesystem = open_archive(location.scheme, address, archive)
-        try:
-            async with asyncio.timeout(LISTING_DEADLINE_S):
-                await filesystem.connect()
-        except GyreError:
-            raise
-        except Exception as error:
-            raise listing_error(location.text, error) from error
-        return filesystem
-
-    async def _driver(
-        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
-    ) -> AsyncFileSystem:
+    async def _filesystem(self, asked: _Asked) -> AsyncFileSystem:
         """A file system for one dataset; a shared one would share credentials."""
-        scheme = location.scheme
+        scheme, settings, path = asked.scheme, asked.settings, asked.location.paths[0]
         try:
-            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
-                return WebFileSystem(settings, options, self._connections)
+            if scheme in WEB_SCHEMES and check_no_proxy(path, asked.options.redirects):
+                return WebFileSystem(settings, asked.options, self._connections)
             if scheme == HUB_SCHEME:
-                make = partial(HubClient, settings, options, self._hub)  # reads files
-                client = await in_thread(make, "gyre-hub")
-                return HubFileSystem(client, options, self._connections)
+                client = await self._hub_client(asked)
+                return HubFileSystem(client, asked.options, self._connections)
             if scheme in OBJECT_SCHEMES:
                 # obstore is an extra, which local files do not need.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
 
-                return open_objects(scheme, settings, location.paths[0], options.roots)
-            find = partial(driver_of, scheme, settings)  # imports its package
-            driver, settings = await in_thread(find, f"gyre-import {scheme}")
-            address, told = _server_in(driver, location)
-            arguments = {**settings, **told}
-            if isinstance(arguments.get("auth"), list):  # TOML has no tuples
-                arguments["auth"] = tuple(arguments["auth"])
-            # The names that a driver has for files lack the server: `ThreadedFileSystem` adds it.
-            if driver.async_impl and not told:
-                return driver(**arguments, asynchronous=True, skip_instance_cache=True)
-            name = endpoint_name(scheme, settings, location.paths[0])
-            threads = self._threads.setdefault(name, EndpointThreads(name, MAX_READS))
-            connect = partial(driver, **arguments, skip_instance_cache=True)
-            filesystem = ThreadedFileSystem(address, connect, threads)
-            async with asyncio.timeout(LISTING_DEADLINE_S):
-                await filesystem.connect()
+                return open_objects(scheme, settings, path, asked.options.roots)
+            make = self._archive if scheme in ARCHIVES else self._driver
+            filesystem = await make(asked)
+            if isinstance(filesystem, ThreadedFileSystem):
+                async with asyncio.timeout(LISTING_DEADLINE_S):
+                    await filesystem.connect()
             return filesystem
         except ImportError as error:
             raise no_driver(scheme, error) from error
@@ -343,30 +316,49 @@ class RemoteOpener:
                 f"{words(hide(str(error), settings))}"
             ) from error
         except Exception as error:
-            raise listing_error(location.text, error) from error
+            raise listing_error(asked.location.text, error) from error
+
+    async def _archive(self, asked: _Asked) -> AsyncFileSystem:
+        """The members of an archive, which is opened as a location by itself."""
+        path = asked.location.paths[0]
+        settings = {**asked.settings, **asked.options.given}
+        archive = await self._open_location(archive_of(path), settings, "*")
+        address = f"{asked.scheme}://{path.partition('://')[2].partition('/')[0]}"
+        return open_archive(asked.scheme, address, archive)
+
+    async def _driver(self, asked: _Asked) -> AsyncFileSystem:
+        """Any other driver of fsspec."""
+        scheme = asked.scheme
+        find = partial(driver_of, scheme, asked.settings)  # imports its package
+        driver, settings = await in_thread(find, f"gyre-import {scheme}")
+        address, told = _server_in(driver, asked.location)
+        arguments = {**settings, **told, "skip_instance_cache": True}
+        if isinstance(arguments.get("auth"), list):  # TOML has no tuples
+            arguments["auth"] = tuple(arguments["auth"])
+        # The names that a driver has for files lack the server: `ThreadedFileSystem` adds it.
+        if driver.async_impl and not told:
+            return driver(**arguments, asynchronous=True)
+        name = endpoint_name(scheme, settings, asked.location.paths[0])
+        threads = self._threads.setdefault(name, EndpointThreads(name, MAX_READS))
+        return ThreadedFileSystem(address, partial(driver, **arguments), threads)
 
     async def _source(
-        self,
-        filesystem: AsyncFileSystem,
-        scheme: str,
-        settings: Mapping[str, Any],
-        path: str,
-        num_connections: int,
-        options: HttpOptions,
+        self, filesystem: AsyncFileSystem, asked: _Asked, path: str, num_connections: int
     ) -> Source:
         """The carrier of a listed dataset's reads; opens this many connections at once."""
         if isinstance(filesystem, WebFileSystem):
             filesystem.source.connect(urlsplit(path), num_connections)
             return filesystem.source
-        if scheme == HUB_SCHEME or isinstance(filesystem, ThreadedFileSystem):
+        if isinstance(filesystem, HubFileSystem | ThreadedFileSystem):
             return cast("Source", filesystem.source)
-        if scheme not in OBJECT_SCHEMES:
+        if asked.scheme not in OBJECT_SCHEMES:
             return DriverSource(filesystem)
         from gyre_daemon.storage.sources.object_source import (  # noqa: PLC0415
             ObjectSource,
             plain_source,
         )
 
+        scheme, settings, options = asked.scheme, asked.settings, asked.options
         general = ObjectSource(scheme, settings, path, options.roots)
         return await plain_source(
             general, scheme, settings, path, self._connections, num_connections, options
