@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import BinaryIO, Literal, cast
 
@@ -418,12 +419,8 @@ def _sorted_entries(
                     found.num_odd += 1
     except OSError as error:
         raise file_error(folder.decode().rstrip("/") or str(root.folder), error) from error
-    entries.sort(key=_name_of)
+    entries.sort(key=itemgetter(0))
     return iter(entries)
-
-
-def _name_of(entry: _Entry) -> bytes:
-    return entry[0]
 
 
 def _followed(root: Root, folder: bytes, name: str) -> os.stat_result | None:

@@ -43,7 +43,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -494,7 +494,7 @@ class ConcatenatedFiles(Storage):
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`."""
-        await self._files.read(_FilePlan(plan, self))
+        await self._files.read(cast("ReadPlan", _FilePlan(plan, self)))
 
     def path(self, shard: int) -> str:
         """See `Storage.path`: where the files are."""
@@ -552,36 +552,20 @@ def _version(table: FileTable, heads: Texts) -> str:
 
 
 class _FilePlan:
-    """A plan whose reads are those of files."""
+    """A plan whose reads are those of files; all else is as in the plan of the shard."""
 
     def __init__(self, plan: ReadPlan, owner: ConcatenatedFiles) -> None:
         self._plan = plan
         self._owner = owner
 
-    @property
-    def num_bytes(self) -> int:
-        return self._plan.num_bytes
-
-    @property
-    def flow(self) -> Flow:
-        return self._plan.flow
-
-    @property
-    def urgency(self) -> int:
-        return self._plan.urgency
-
-    @property
-    def delays(self) -> Delays | None:
-        return self._plan.delays
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def part(self, which: slice) -> Reads:
         return self._owner.of_files(self._plan.part(which))
-
-    def lease(self) -> AbstractContextManager[None]:
-        return self._plan.lease()
 
 
 class MixedStorage(Storage):

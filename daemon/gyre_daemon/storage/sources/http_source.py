@@ -113,21 +113,6 @@ def _port(url: SplitResult) -> int:
     return url.port or _PORTS.get(url.scheme, 0)
 
 
-def take_redirect_hosts(settings: Mapping[str, Any]) -> tuple[dict[str, Any], RedirectPolicy]:
-    """Split storage settings into the driver's own and the policy for redirects.
-
-    Raises:
-        ConfigError: the hosts are no list of texts.
-    """
-    rest = dict(settings)
-    hosts = rest.pop(KEY, [])
-    if not isinstance(hosts, list) or not all(isinstance(each, str) and each for each in hosts):
-        raise ConfigError(
-            f'{KEY} must be a list of hosts such as ["cdn.example.org", "127.0.0.1:8080"]'
-        )
-    return rest, RedirectPolicy(frozenset(host.lower() for host in hosts))
-
-
 class HttpOptions(Struct, frozen=True):
     """How web servers and object storages are spoken to.
 
@@ -151,8 +136,13 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
     Raises:
         ConfigError: one of ours is not valid, or its file cannot be read.
     """
-    rest, redirects = take_redirect_hosts(settings)
-    ca_file = rest.pop(CA_FILE, "")
+    rest = dict(settings)
+    hosts, ca_file = rest.pop(KEY, []), rest.pop(CA_FILE, "")
+    if not isinstance(hosts, list) or not all(isinstance(each, str) and each for each in hosts):
+        raise ConfigError(
+            f'{KEY} must be a list of hosts such as ["cdn.example.org", "127.0.0.1:8080"]'
+        )
+    redirects = RedirectPolicy(frozenset(host.lower() for host in hosts))
     given = {key: value for key, value in settings.items() if key not in rest}
     if not isinstance(ca_file, str):
         raise ConfigError(f"{CA_FILE} must be the path of a file with certificates in PEM")
@@ -171,11 +161,6 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
     return rest, HttpOptions(redirects, lambda: tls, roots, given)
 
 
-@functools.cache
-def _system_tls() -> ssl.SSLContext:
-    return _new_tls()
-
-
 def _new_tls() -> ssl.SSLContext:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which checks certificates and host names
     tls.load_default_certs()
@@ -184,6 +169,9 @@ def _new_tls() -> ssl.SSLContext:
     tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return tls
+
+
+_system_tls = functools.cache(_new_tls)
 
 
 def _reason(error: Exception) -> str:

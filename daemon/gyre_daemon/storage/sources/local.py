@@ -74,7 +74,13 @@ from gyre_daemon.storage.reads import (
     is_allowed,
     read_each,
 )
-from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source
+from gyre_daemon.storage.response import (
+    OnResponse,
+    Response,
+    SentRequest,
+    Source,
+    response_from_error,
+)
 from gyre_daemon.storage.shard import Computed, FileShards, FileTable, Shard, changed
 from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 
@@ -252,7 +258,7 @@ class FileStorage(Storage):
 
 
 class MountSource(Source):
-    """Reads files in threads; see `Source`. A path is the number of a shard."""
+    """Reads files in threads. A path is the number of a shard."""
 
     def __init__(self, read: Callable[[int, int, int], bytes], threads: DaemonThreads) -> None:
         self._read = read
@@ -260,20 +266,14 @@ class MountSource(Source):
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
-        return self._threads.send(
-            partial(_response, self._read, int(path), start, stop), on_response
-        )
 
+        def respond() -> Response:
+            try:
+                return Response(206, self._read(int(path), start, stop))
+            except (GyreError, OSError) as error:
+                return response_from_error(error)
 
-def _response(
-    read: Callable[[int, int, int], bytes], shard: int, start: int, stop: int
-) -> Response:
-    try:
-        return Response(206, read(shard, start, stop))
-    except GyreError as error:
-        return Response(0, error=error)
-    except OSError as error:
-        return Response(0, detail=f"{type(error).__name__}: {error.strerror or error}")
+        return self._threads.send(respond, on_response)
 
 
 # When copy workers copy instead of the kernel. They pay for each call and the kernel for each page.
@@ -426,7 +426,10 @@ class LocalStorage(FileStorage):
                 opened[shard].trusted = None
         for shard in doubtful:
             its = reads.of_shards(np.array([shard]))
-            copy = partial(self._copy_one, its, shard)
+
+            def copy(moved: OpenShard, its: Reads = its, shard: int = shard) -> bool:
+                return self._copy(its, {shard: moved}) is None
+
             self._read_compared(shard, its.start, its.start + its.size, self._open, copy)
         others = [shard for shard in shards if shard not in doubtful]
         if others:
@@ -477,10 +480,6 @@ class LocalStorage(FileStorage):
                     opened.trusted, opened.is_sound = stamp, True
                 return
         raise _restless(self.shards[shard].name)
-
-    def _copy_one(self, reads: Reads, shard: int, opened: OpenShard) -> bool:
-        """Copy reads of one shard; returns whether they are whole."""
-        return self._copy(reads, {shard: opened}) is None
 
     def _copy_by_worker(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
         """Let a copy worker copy where that is faster.
@@ -617,44 +616,23 @@ class SingleFiles(FileStorage):
         The check comes last, so that a write while a file is read does not go unnoticed.
         """
         latency, num_to_measure, num_read = self._latency, _NUM_MEASURED, 0
-        names, pread = self._table.names, _libc.pread
-        listed = zip(
-            reads.shard.tolist(),
-            self._table.sizes[reads.shard].tolist(),
-            self._stamps[reads.shard].tolist(),
-            strict=True,
-        )
-        ranges = zip(reads.start.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
-        number = -1
+        names, which, number = self._table.names, reads.shard, -1
+        listed = np.column_stack((self._table.sizes[which], self._stamps[which]))
+        columns = which, listed, reads.start, reads.size, reads.target
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         try:
             with self._taking_turns(), self._root.held() as open_beneath:
-                for (number, file_bytes, stamp), (start, size, target) in zip(
-                    listed, ranges, strict=True
-                ):
+                for number, stamp, start, size, target in rows:
                     descriptor = open_beneath(names[number], READ_FLAGS)
                     try:
                         began_s = time.perf_counter()
-                        count = pread(descriptor, target, size, start)
-                        while (
-                            0 < count < size
-                            and (
-                                more := pread(
-                                    descriptor, target + count, size - count, start + count
-                                )
-                            )
-                            > 0
-                        ):
-                            count += more
+                        count = _pread_to(descriptor, target, size, start)
                         if num_to_measure > 0:
                             num_to_measure -= not latency.add_since(began_s)
                         now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
                     finally:
                         os.close(descriptor)
-                    is_listed = now.st_size == file_bytes and stamp == [
-                        now.st_mtime_ns,
-                        now.st_ctime_ns,
-                    ]
-                    if not is_listed or count != size:
+                    if count != size or stamp != [now.st_size, now.st_mtime_ns, now.st_ctime_ns]:
                         raise self._difference(number, now)
                     num_read += 1
                     if latency.is_slow and self._is_slow:
@@ -667,7 +645,7 @@ class SingleFiles(FileStorage):
     def _read_range(self, shard: int, start: int, stop: int) -> bytes:
         """Read a range of one file, with one call where nothing is wrong; see `FileStorage`."""
         table = self._table
-        listed = [int(table.sizes[shard]), *self._stamps[shard].tolist()]
+        stamp = [int(table.sizes[shard]), *self._stamps[shard].tolist()]
         try:
             with self._root.held() as open_beneath:
                 descriptor = open_beneath(table.names[shard], READ_FLAGS)
@@ -676,11 +654,8 @@ class SingleFiles(FileStorage):
                     now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
                 finally:
                     os.close(descriptor)
-            if len(data) != stop - start or listed != [
-                now.st_size,
-                now.st_mtime_ns,
-                now.st_ctime_ns,
-            ]:
+            is_whole = len(data) == stop - start
+            if not is_whole or stamp != [now.st_size, now.st_mtime_ns, now.st_ctime_ns]:
                 raise self._difference(shard, now)
         except OSError as error:
             if error.errno in TRANSIENT:
@@ -718,6 +693,17 @@ class SingleFiles(FileStorage):
         if now.st_ctime_ns != changed_ns:
             return unknown(name, "gyre index")
         return _unreadable(name)
+
+
+def _pread_to(descriptor: int, address: int, size: int, start: int) -> int:
+    """Read a range into memory; returns how many bytes came, or -1."""
+    count: int = _libc.pread(descriptor, address, size, start)
+    while 0 < count < size:
+        more = _libc.pread(descriptor, address + count, size - count, start + count)
+        if more <= 0:
+            break
+        count += more
+    return count
 
 
 def _blocks_from_disk() -> int:
