@@ -150,9 +150,11 @@ class Source(Protocol):
 
         Nothing by default, as drivers keep their credentials to themselves.
         """
+        return
 
     def close(self) -> None:
         """Close all connections; nothing where they go with their objects."""
+        return
 
 
 class ByteRange(NamedTuple):

@@ -54,9 +54,9 @@ class Validators(Struct, frozen=True):
 
     @classmethod
     def in_info(cls, info: Mapping[str, Any]) -> "Validators":
-        """Those of an object as an fsspec driver describes it."""
-        if digest := info.get("digest"):
-            return cls(digest=digest)
+        """Those of an object as an fsspec driver describes it; ours name them `told`."""
+        if isinstance(told := info.get("told"), cls):
+            return told
         return cls(*(_first(info, names) for names in (_ETAGS, _VERSIONS, _TIMES)))
 
     @classmethod

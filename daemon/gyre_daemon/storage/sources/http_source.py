@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from html.parser import HTMLParser
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -362,6 +362,9 @@ def _close_all(targets: Iterable[_SignedTarget], hosts: Iterable[PlainHttp]) -> 
         host.close()
 
 
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
 _TIMEOUT_S = 30.0  # of one connection, and of each wait for more bytes
 _MAX_BYTES = 64 << 20  # of one page, which has some 300,000 files then
 
@@ -496,7 +499,6 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self.source = PlainSource(None, web_url, budget, options)
         self._options = options
         self._threads = DaemonThreads(_NUM_PAGES, "gyre-index-pages")
-        self._heads = asyncio.Semaphore(_NUM_HEADS)
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
         """The info of a file; a server sends the URL of a folder elsewhere: to one with a slash."""
@@ -517,12 +519,8 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
             raise NotAllowed(f"{path} is refused: {response.refused}", {"location": path})
         if response.status != 200 or response.object_bytes < 0:
             raise WebError(response)
-        told = {
-            "e_tag": response.told.etag,
-            "version": response.told.version,
-            "last_modified": response.told.modified,
-        }
-        return {"name": path, "type": "file", "size": response.object_bytes, **told}
+        size = response.object_bytes
+        return {"name": path, "type": "file", "size": size, "told": response.told}
 
     async def _glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
         scheme, rest = path.split("://", 1)
@@ -570,15 +568,25 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return names_on(page)
 
     async def _infos(self, paths: list[str]) -> dict[str, dict[str, Any]]:
-        """The infos of files, many of which are asked for at once."""
+        infos = await ask_all(self._info, paths, _NUM_HEADS)
+        return dict(zip(paths, infos, strict=True))
 
-        async def info(path: str) -> dict[str, Any]:
-            async with self._heads:
-                return await self._info(path)
 
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(info(path)) for path in paths]
-        return {path: task.result() for path, task in zip(paths, asked, strict=True)}
+async def ask_all(
+    ask: Callable[[Asked], Awaitable[Answer]], items: Iterable[Asked], max_at_once: int
+) -> list[Answer]:
+    """The answers about all items, of which so many are asked for at once."""
+    answers: dict[int, Answer] = {}
+    waiting = iter(enumerate(items))
+
+    async def ask_next() -> None:
+        for number, item in waiting:
+            answers[number] = await ask(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(max_at_once):
+            group.create_task(ask_next())
+    return [answers[number] for number in range(len(answers))]
 
 
 def check_no_proxy(path: str, policy: RedirectPolicy) -> bool:

@@ -29,6 +29,7 @@ from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, ShardMiss
 from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source
+from gyre_daemon.storage.shard import Validators
 from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
     MAX_REDIRECTS,
@@ -401,8 +402,8 @@ def _described(path: HubPath, entry: Mapping[str, Any]) -> dict[str, Any]:
     name = f"{path.prefix}/{entry['path']}"
     if entry["type"] == "directory":
         return {"name": name, "type": "directory", "size": 0}
-    digest = (entry.get("lfs") or {}).get("oid") or entry["oid"]
-    return {"name": name, "type": "file", "size": int(entry["size"]), "digest": digest}
+    told = Validators(digest=(entry.get("lfs") or {}).get("oid") or entry["oid"])
+    return {"name": name, "type": "file", "size": int(entry["size"]), "told": told}
 
 
 def _token(settings: Mapping[str, Any]) -> str:

@@ -133,10 +133,12 @@ class ObjectFileSystem(FsspecStore):
 
 def _described(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     """An object as fsspec describes it."""
-    told = {key: meta[key] for key in ("e_tag", "version", "last_modified")}
-    if not told["last_modified"].timestamp():  # it was not told
-        del told["last_modified"]
-    return {"name": name, "type": "file", "size": meta["size"], **told}
+    return {"name": name, "type": "file", "size": meta["size"], "told": _told(meta)}
+
+
+def _told(meta: Mapping[str, Any]) -> Validators:
+    modified = meta["last_modified"] if meta["last_modified"].timestamp() else ""
+    return Validators(meta["e_tag"] or "", meta["version"] or "", str(modified))
 
 
 class ObjectSource(Source):
@@ -161,9 +163,8 @@ class ObjectSource(Source):
             store, key = self._store(path)
             found = await obstore.get_async(store, key, options={"range": (start, stop)})
             request.first_byte_at = time.monotonic()
-            told = Validators.in_info(_described("", found.meta))
             data = bytes(await found.bytes_async())
-            return Response(206, data, told, found.meta["size"])
+            return Response(206, data, _told(found.meta), found.meta["size"])
 
         return AwaitedRequest(answer, on_response)
 

@@ -346,20 +346,13 @@ class _Connection(asyncio.Protocol):
         length = fields.get(b"content-length", b"0" if status in (204, 304) else b"")
         assert self._get
         if self._get.is_head:
-            self._response = Response(
-                status,
-                told=_validators(fields),
-                object_bytes=int(length) if _is_number(length) else -1,
-                location=_text(fields, b"location"),
-            )
-            self._num_missing = 0
-            self._receive(rest)
-            return
-        if not _is_number(length) or b"transfer-encoding" in fields:
-            self._is_last, length = True, b"0"
-            if status < 300:
-                status, rest = 0, b"the response does not say how long it is"
-        _, _, total = fields.get(b"content-range", b"").rpartition(b"/")
+            total, length = length, b"0"
+        else:
+            _, _, total = fields.get(b"content-range", b"").rpartition(b"/")
+            if not _is_number(length) or b"transfer-encoding" in fields:
+                self._is_last, length = True, b"0"
+                if status < 300:
+                    status, rest = 0, b"the response does not say how long it is"
         self._response = Response(
             status,
             told=_validators(fields),

@@ -64,6 +64,7 @@ from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
     HttpOptions,
     WebFileSystem,
+    ask_all,
     check_no_proxy,
     take_http_options,
 )
@@ -403,16 +404,12 @@ class RemoteOpener:
         self, filesystem: AsyncFileSystem, location: Location, pattern: str
     ) -> Entries:
         """The entries of all paths of a location, a few of which are listed at once."""
-        found: list[Entries] = [[] for _ in location.paths]
-        waiting = iter(enumerate(location.paths))
-
-        async def list_next() -> None:
-            for index, path in waiting:
-                found[index] = await entries_of(filesystem, path, pattern)
-
-        async with asyncio.timeout(LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
-            for _ in range(min(self._max_listings, len(location.paths))):
-                group.create_task(list_next())
+        async with asyncio.timeout(LISTING_DEADLINE_S):
+            found = await ask_all(
+                lambda path: entries_of(filesystem, path, pattern),
+                location.paths,
+                min(self._max_listings, len(location.paths)),
+            )
         return [entry for of_path in found for entry in of_path]
 
 
@@ -567,37 +564,30 @@ async def stat_names(
     Raises:
         ShardMissing: one of them is not there; otherwise see `listing_error`.
     """
-    sizes = np.zeros(len(names), np.int64)
-    validators = [b""] * len(names)
     if len(names) > _MAX_ASKED and not folder.startswith(WEB_SCHEMES):
         table = await list_tree(filesystem, folder, lambda _: True, with_hidden=True)
-        rows = {table.names[number]: number for number in range(len(table))}
-        for number in range(len(names)):
-            row = rows.get(names[number])
-            if row is None:
-                raise _missing(names[number].decode())
-            sizes[number] = table.sizes[row]
-            validators[number] = table.validators[row] if table.validators else b""
-        return FileTable(names, sizes, Texts.of(validators))
-    waiting = iter(range(len(names)))
+        row_of = {table.names[number]: number for number in range(len(table))}
+        rows = [row_of.get(names[number], -1) for number in range(len(names))]
+        if -1 in rows:
+            raise _missing(names[rows.index(-1)].decode())
+        assert table.validators
+        told = Texts.of(table.validators[row] for row in rows)
+        return FileTable(names, table.sizes[rows], told)
 
-    async def ask() -> None:
-        for number in waiting:
-            name = names[number].decode()
-            try:
-                async with asyncio.timeout(LISTING_DEADLINE_S):
-                    info = await filesystem._info(folder + name)
-            except Exception as error:
-                failure = listing_error(redact(folder + name), error)
-                missing = isinstance(failure, ShardMissing)
-                raise (_missing(name) if missing else failure) from error
-            sizes[number] = int(info["size"])
-            validators[number] = Validators.in_info(info).encoded()
+    async def ask(number: int) -> tuple[int, bytes]:
+        name = names[number].decode()
+        try:
+            async with asyncio.timeout(LISTING_DEADLINE_S):
+                info = await filesystem._info(folder + name)
+        except Exception as error:
+            failure = listing_error(redact(folder + name), error)
+            missing = isinstance(failure, ShardMissing)
+            raise (_missing(name) if missing else failure) from error
+        return int(info["size"]), Validators.in_info(info).encoded()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(max_at_once, len(names))):
-            group.create_task(ask())
-    return FileTable(names, sizes, Texts.of(validators))
+    found = await ask_all(ask, range(len(names)), min(max_at_once, len(names)))
+    sizes = np.array([size for size, _ in found], np.int64)
+    return FileTable(names, sizes, Texts.of(told for _, told in found))
 
 
 def _missing(name: str) -> ShardMissing:
