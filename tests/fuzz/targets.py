@@ -245,7 +245,7 @@ def http(data: bytes) -> None:
             if piece and not connection._transport.is_closing():
                 connection.data_received(piece)
         assert len(responses) <= 1
-        answers.append([(each.status, each.data, each.etag) for each in responses])
+        answers.append([(each.status, each.data, each.told.etag) for each in responses])
     assert answers[0] == answers[1] or connection._transport.is_closing()
 
 

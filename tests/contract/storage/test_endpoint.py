@@ -305,7 +305,7 @@ def test_a_read_waits_for_admission_no_longer_than_nothing_is_answered() -> None
         loop, ends = asyncio.get_running_loop(), [asyncio.get_running_loop().time() + 0.05]
         endpoint = Engine().endpoint
         endpoint._has_room = lambda: False  # type: ignore[method-assign]
-        endpoint._left_s = lambda _: ends[-1] - loop.time()  # type: ignore[method-assign]
+        endpoint._left_s = lambda asked_at: ends[-1] - loop.time()  # type: ignore[method-assign]
         began = loop.time()
 
         async def enter() -> None:

@@ -22,7 +22,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 
 def filled(*chunks: bytes) -> Memory:
-    parts = map(memoryview, chunks)
+    parts = iter([memoryview(each) for each in chunks])
     return read_payload(sum(map(len, chunks)), lambda: next(parts))
 
 
@@ -152,7 +152,7 @@ def test_a_group_returns_its_batches_in_order() -> None:
 
 
 def test_a_chunk_that_spans_two_batches_is_refused() -> None:
-    chunks = map(memoryview, (bytes(6), bytes(5)))
+    chunks = iter([memoryview(bytes(6)), memoryview(bytes(5))])
     with pytest.raises(DaemonFault, match="5 bytes came where 4 end the batch"):
         read_payload(10, lambda: next(chunks))
 

@@ -61,7 +61,8 @@ def test_credits_and_releases_are_coalesced() -> None:
     assert next(messages) == pb.StreamRequest(
         credit=pb.Credit(num_batches=3, released_steps=[5, 6, 9])
     )
-    consumer.outbox.release(Memory(10))
+    release: Any = consumer.outbox.release
+    release(Memory(10))
     assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[10]))
 
 
@@ -69,7 +70,8 @@ def test_memory_is_free_before_the_daemon_hears_of_it() -> None:
     consumer, memory = Consumer(), Memory(5)
     messages = consumer.outbox.messages(60.0, lambda: None)
     next(messages)
-    consumer.outbox.release(memory)
+    release: Any = consumer.outbox.release
+    release(memory)
     assert [memory.is_free, bool(next(messages)), memory.is_free] == [False, True, True]
     assert not consumer.returned
 

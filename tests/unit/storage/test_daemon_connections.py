@@ -1,6 +1,7 @@
 """How a few connections are shared among hosts."""
 
 import resource
+from typing import Any
 
 from gyre_daemon.runtime.limits import DescriptorShares
 from gyre_daemon.storage.engine.policies import AdaptiveLimit
@@ -9,7 +10,9 @@ from gyre_daemon.storage.sources.plain_http import ConnectionBudget, HttpGet
 
 
 class Host:
-    def __init__(self, connections: ConnectionBudget) -> None:
+    """Asks for connections as a `PlainHttp` does."""
+
+    def __init__(self, connections: Any) -> None:
         self._connections = connections
         self.num_idle = 0
         self.num_open = 0
@@ -34,7 +37,7 @@ class Host:
 
 
 def test_the_budget_is_never_exceeded() -> None:
-    connections = ConnectionBudget(3)
+    connections: Any = ConnectionBudget(3)
     first, second = Host(connections), Host(connections)
     first.want(5)
     second.want(2)
@@ -48,7 +51,7 @@ def test_the_budget_is_never_exceeded() -> None:
 
 
 def test_an_idle_connection_makes_room_for_another_host() -> None:
-    connections = ConnectionBudget(2)
+    connections: Any = ConnectionBudget(2)
     first, second = Host(connections), Host(connections)
     first.want(2)
     first.num_idle = 1
@@ -60,7 +63,7 @@ def test_an_idle_connection_makes_room_for_another_host() -> None:
 
 
 def test_a_forgotten_pool_no_longer_waits() -> None:
-    connections = ConnectionBudget(1)
+    connections: Any = ConnectionBudget(1)
     first, second = Host(connections), Host(connections)
     first.want(1)
     second.want(1)
