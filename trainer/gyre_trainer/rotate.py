@@ -156,7 +156,7 @@ def rotate(
     * Its parameters are DTensors on ``mesh``, so create the optimizer after this call.
     * A call takes this rank's part of the batch and returns the output for that part, with the
       shapes and dtypes that the module has without rotation.
-    * `loss.backward()` leaves gradients that are averaged over the ranks, as data parallelism does.
+    * `loss.backward()` leaves gradients averaged over the ranks, as data parallelism does.
       If every rank's loss is the mean over its part and all parts are equally large, these are the
       gradients of the mean over the whole batch.
     * All ranks must call the same modules in the same order.
@@ -425,7 +425,7 @@ def _prepare(
 
 
 def _require_new(module: nn.Module) -> None:
-    """Refuse a module that is rotated already, and parameters that cannot be sharded.
+    """Refuse a module rotated already, and parameters that cannot be sharded.
 
     Those are complex ones, quantized ones, those without a shape, and those with hooks.
     """

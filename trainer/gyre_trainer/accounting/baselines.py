@@ -157,7 +157,7 @@ def sub_blocks(block: nn.Module) -> list[nn.Module]:
 def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors.
 
-    Each gradient has memory of its own from the start, as in DDP's buckets, and one all-reduce.
+    Each gradient has separate memory from the start, as in DDP's buckets, and one all-reduce.
     """
     averaging = SimpleNamespace(postponed=False)  # `no_sync` finds it at the model, and sets it
 

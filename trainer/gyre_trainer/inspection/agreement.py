@@ -106,9 +106,9 @@ def _described(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
 
 
 def require_all_ranks(mesh: DeviceMesh, *, independent: bool) -> None:
-    """Refuse a mesh of a part of the ranks that is not meant to train apart.
+    """Refuse a mesh of a part of the ranks, not meant to train apart.
 
-    Nothing is sent between two such meshes, so each would train weights of its own.
+    Nothing is sent between two such meshes, so each would train other weights.
 
     Raises:
         RotationError: the mesh has fewer ranks than the default process group.

@@ -201,7 +201,7 @@ class AttentionRule(Rule):
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype
     ) -> OutputReduction:
-        """The first output adds up; heads lie side by side."""
+        """The first output adds up; heads are side by side."""
         if position == 0:
             return OutputReduction(dtype)
         return ConcatenatedOutputs(1, self._heads_of_slices(layout), self.output, dtype)

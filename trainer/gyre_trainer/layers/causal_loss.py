@@ -132,7 +132,7 @@ class LossHead(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The head's bias: the library gives some models that of a head that is put in."""
+        """The head's bias: the library gives some models that of a head put in."""
         return self.head.bias
 
     def forward(self, x_BTD: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ class ExpertsRule(Rule):
             its own; None where the weights are of the chosen experts.
         last: names of the parameters that the output is linear in; () for the last of ``weights``.
         arguments: names of the forward's arguments in their order, so that ``chosen`` and
-            ``scores`` may be names of arguments that are passed by position; () without that.
+            ``scores`` may be names of arguments passed by position; () without that.
         count: the module's attribute with the number of experts, a slice's own while it computes.
         gets_rows: whether the forward is called with the slice's choices alone, as rows of one
             choice each. The ``arguments`` are then those rows, the choices and their weights.
@@ -336,7 +336,7 @@ _LIST_NAME = "experts"
 
 
 class _Calls:
-    """The calls of one list of experts during one forward of the module that has it."""
+    """The calls of one list of experts during one forward of its module."""
 
     def __init__(self, experts: Sequence[nn.Module], owner: str, order: CallOrder) -> None:
         self._experts = [ref(expert) for expert in experts]
@@ -465,7 +465,7 @@ def _numbers(output: Any) -> list[Tensor]:
 
 
 def _others(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
-    """The topmost modules next to the experts that are called and rotate, or have such inside.
+    """The topmost modules next to the experts, called and rotating, or have such inside.
 
     One inside would be too late: what is around it may be computed again in backward.
     """

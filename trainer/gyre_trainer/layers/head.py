@@ -10,7 +10,7 @@ the head is frozen.
 [Note: One pass for a frozen head]
 
 A slice's share of the gradient needs the log-sum-exp over all classes, which is known when the last
-slice has been here. So a head that is trained sends its slices twice. A frozen one has no gradient
+slice has been here. So a trained head sends its slices twice. A frozen one has no gradient
 of its own, and that of its input is the mean of its rows by the probability of their classes, less
 the target's row. Means of slices are put together as the output of attention is from blocks of keys
 (FlashAttention, arXiv 2205.14135): each is weighted by its slice's share of the sum of
@@ -296,7 +296,7 @@ def _differentiate(
 
 
 def _chunks(x_TD: Tensor, num_elements: int) -> Iterator[slice]:
-    """Ranges of tokens of at most `_MAX_LOGITS` elements, at so many for each token.
+    """Ranges of tokens of at most `_MAX_LOGITS` elements, at this number for each token.
 
     On CUDA a range has at least `_MIN_ROWS_ON_CUDA` tokens.
     """

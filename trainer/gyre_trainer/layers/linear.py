@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""A linear layer by its output features: the slices' outputs lie side by side.
+"""A linear layer by its output features: the slices' outputs are side by side.
 
 Also here:
 

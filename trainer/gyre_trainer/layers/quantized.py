@@ -89,7 +89,7 @@ class QuantizedShards(ShardedParameters):
 
         Args:
             plain: the layer's shards until now.
-            sources: name and local tensor of each parameter. Those of larger entries lie first,
+            sources: name and local tensor of each parameter. Those of larger entries are first,
                 so that all are aligned, whatever the number of rows.
         """
         self.ring, self.watch = plain.ring, plain.watch

@@ -29,7 +29,7 @@ class OwnShard:
     """How a parameter is cut.
 
     Attributes:
-        dim: the dim that is cut; None where this rank has the parameter whole.
+        dim: the cut dim; None where this rank has the parameter whole.
         group: the ranks that have its shards, in their order; None where it is whole.
     """
 
@@ -124,7 +124,7 @@ def keep_saved_states(
 
 
 class SumsOverRanks:
-    """Sums that are formed together: one all-reduce for all that belong to one group of ranks."""
+    """Sums formed together: one all-reduce for all that belong to one group of ranks."""
 
     def __init__(self) -> None:
         self._parts: defaultdict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)

@@ -351,7 +351,7 @@ class Call:
         self._kept_inputs.clear()
 
     def _inputs_of(self, index: int) -> list[Tensor]:
-        """The inputs of a slice: of an argument that is cut, a leaf for its part."""
+        """The inputs of a slice: of a cut argument, a leaf for its part."""
         if not self._argument_cuts:
             return self.inputs
         inputs = self.inputs[:]

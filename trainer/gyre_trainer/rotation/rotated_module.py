@@ -219,7 +219,7 @@ class ShardedModule:
 
 
 def refuse(text: str, *_args: object, **_kwargs: object) -> Any:
-    """Stand, with a text of its own, in the place of a method that cannot work with shards.
+    """Stand, with a given text, in the place of a method that cannot work with shards.
 
     Raises:
         RotationError: always.
@@ -463,7 +463,7 @@ def wrap(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
 
 
 def require_own_forward(module: nn.Module) -> None:
-    """Refuse a forward that is set on an instance: the module that rotates would not call it.
+    """Refuse a forward set on an instance: the module that rotates would not call it.
 
     Raises:
         RotationError: names the module.
@@ -510,7 +510,7 @@ def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> 
 def _require_uniform(
     module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh
 ) -> None:
-    """Refuse parameters that cannot lie in one buffer on the mesh's device."""
+    """Refuse parameters that do not fit in one buffer on the mesh's device."""
     for cut, source in zip(layout.cuts, sources, strict=True):
         where = f"{type(module).__name__}.{cut.name}"
         if not source.is_floating_point():

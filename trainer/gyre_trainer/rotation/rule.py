@@ -1,6 +1,6 @@
 """How one kind of module is cut into slices; `gyre_trainer.layers` has the known kinds.
 
-A rotated module between two calls: how it is cut, where its slice lies, how slices travel.
+A rotated module between two calls: how it is cut, where its slice is, how slices travel.
 
 The life of a parameter: `gyre_trainer.shards.sharded_parameters` keeps 1/N of it on each rank, and
 no rank ever holds more of it than slices in transient buffers. A call sends copies of the slices
@@ -115,7 +115,7 @@ class OutputReduction:
 
 
 class ConcatenatedOutputs(OutputReduction):
-    """The slices' outputs lie side by side along one dim."""
+    """The slices' outputs are side by side along one dim."""
 
     def __init__(
         self, dim: int, bounds: Sequence[tuple[int, int]], name: str, dtype: torch.dtype
@@ -302,7 +302,7 @@ class ModuleSlice:
         module: the module, with the slice's weights in the place of its parameters.
         forward: its own forward. While a rule runs, the slice's weights stand in the place
             of the module's parameters.
-        weights: tensors in the place of the parameters that are cut, by name.
+        weights: tensors in the place of the cut parameters, by name.
         bounds: the half-open range of the cut dim that the slice holds, by name.
         deferred: gradients of linear layers that backward computes last.
         num_slices: how many slices make the module; 1 where it is computed whole.
@@ -321,7 +321,7 @@ class ArgumentCut:
     """How a tensor that a module is called with is cut.
 
     Attributes:
-        dim: the dim that is cut.
+        dim: the cut dim.
         bounds: for each slice, the half-open range of it.
     """
 
@@ -537,7 +537,7 @@ class Rotation:
     """A rotated module: how it is cut, and where its parameters are.
 
     Attributes:
-        module: the module whose parameters lie in ``sharded``.
+        module: the module whose parameters are in ``sharded``.
         forward: the module's own forward, for whole and for sliced parameters.
         rule: how the module is cut.
         layout: how slices travel, with the parameters' names in this module.

@@ -1,4 +1,4 @@
-"""Where a run's figures are drawn beside its history: TensorBoard, and Weights & Biases.
+"""Where a run's figures are drawn next to its history: TensorBoard, and Weights & Biases.
 
 The extra `boards` installs both. Only rank 0 opens them.
 """
@@ -59,7 +59,7 @@ class Boards:
         Args:
             boards: which ones.
             out: the run directory.
-            first_step: figures that are there of this step and later ones are of lost weights.
+            first_step: figures there of this step and later ones are of lost weights.
             settings: the run's configuration, as others may read it.
 
         Raises:

@@ -6,11 +6,11 @@ never touches CUDA, which a forked process could not use then.
 
 The ranks stay in the launcher's process group, so a terminal's Ctrl-C and a kill of the group reach
 them all. If the launcher alone is killed, the kernel kills its ranks (`PR_SET_PDEATHSIG`). The
-rendezvous store lives in the launcher, on a port that the kernel chose and that is never free in
+rendezvous store lives in the launcher, on a port that the kernel chose and never free in
 between, so two jobs that start together cannot meet.
 
 torchrun would do most of this, but its agent loses the message of a rank that fails while another
-rank fails too, and it puts its ranks into sessions of their own.
+rank fails too, and it puts its ranks into separate sessions.
 
 A rank tells the launcher why it failed through a pipe, before its teardown is mistaken for the
 cause. A rank under torchrun prints it instead.
@@ -99,7 +99,7 @@ def launch(num_ranks: int, be_rank: Callable[[Tell], int]) -> int:
             message on stderr; or 128 + the signal that was passed on to the ranks.
 
     Raises:
-        OSError: the machine has no room for so many processes.
+        OSError: the machine has no room for this number of processes.
     """
     context, launcher = get_context("fork"), os.getpid()
     ranks: list[ForkProcess] = []

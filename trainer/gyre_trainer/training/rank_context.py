@@ -99,7 +99,7 @@ def _device(wanted: str) -> torch.device:
 def require_one_place(cursor: bytes) -> None:
     """Check that all ranks read the same order of the same data, from the same place. Collective.
 
-    Ranks of several nodes may have daemons of their own, whose shards differ.
+    Ranks of several nodes may have one daemon each, whose shards differ.
 
     Raises:
         DataRejected: on every rank: the cursor of some rank is another one; the message names the
@@ -129,7 +129,7 @@ def open_loader(
 ) -> Loader:
     """This rank's part of a stream of global batches.
 
-    An evaluation is a job of its own: it may read the dataset that is trained on. Batches are in
+    An evaluation is a job of its own: it may read the training dataset. Batches are in
     the host's memory, so that checks of them do not wait for a device.
     """
     data, out = config.data, Path(config.run.out).absolute()

@@ -44,7 +44,7 @@ def train(
         config: the run's configuration.
         resume: a checkpoint directory to resume from; None begins at step 0.
         init_from: the folder of the weights that a run begins with, instead of those that the
-            configuration says; a run that is resumed does not read it.
+            configuration says; a resumed run does not read it.
         may_restart: whether a run that ended before its first checkpoint may begin again in its
             directory.
 

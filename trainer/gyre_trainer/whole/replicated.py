@@ -142,7 +142,7 @@ def _dim(shape: tuple[int, ...], num_slices: int) -> int:
 
 
 def reads_much(module: nn.Module, min_numel: int) -> bool:
-    """Whether a module has a parameter of its own that is worth its hops.
+    """Whether a parameter of this very module is worth its hops.
 
     One that is tied to a module inside, as a head's bias may be, is that module's.
     """
@@ -182,7 +182,7 @@ class ReplicatedModule(ShardedModule):
     Attributes:
         outer_dtype: the dtype that these, and the floating-point arguments, are cast to; None for
             no cast. Parameters of a BatchNorm stay in the dtype of its statistics.
-        gathered: by their names, the parameters that are cut and that its forward reads.
+        gathered: by their names, the cut parameters that its forward reads.
     """
 
     outer_dtype: torch.dtype | None = None
@@ -426,7 +426,7 @@ class _PlainParameters:
     """Plain tensors in the places of a model's replicated parameters, while its forward runs."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        """Parameters of modules that are never called are read in ``dtype``."""
+        """Parameters of modules never called are read in ``dtype``."""
         self._dtype = dtype
         self._places: list[tuple[dict[str, Any], str, torch.dtype | None]] | None = None
         self._replaced: list[tuple[dict[str, Any], str, DTensor]] = []
