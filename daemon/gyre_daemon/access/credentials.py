@@ -37,7 +37,6 @@ from gyre_daemon.runtime.threads import Bucket
 
 MAX_BYTES = 256 << 10  # a chain of certificates has some KiB
 
-
 Stamp = tuple[int, ...]
 
 

@@ -168,8 +168,6 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 _SCHEME = "bearer "
 _MAX_NAME_CHARS = 200
-
-
 TOKEN_KEY = "gyre-side-token"
 # In the facts of an error: a client that connects to the side channel again may repeat the call.
 _FACT = "side_channel"

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
+from msgspec import Struct
 
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.config.schema import memory_limit_bytes
@@ -379,12 +380,11 @@ _EXPIRES_SOON_S = 14 * 86400.0
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
-class Checkup:
+class Checkup(Struct, frozen=True):
     """Looks at a daemon when it is asked to."""
 
-    def __init__(self, config: DaemonConfig, sessions: SessionTable) -> None:
-        self._config = config
-        self._sessions = sessions
+    _config: DaemonConfig
+    _sessions: SessionTable
 
     def problems(self, census: Census) -> list[str]:
         """A sentence for each problem."""
