@@ -34,7 +34,7 @@ Named = TypeVar("Named")
 
 _MAX_PATTERNS = 64
 _MAX_NAMED = 5  # files in a line of the log
-# Files that are next to shards and hold no samples: hidden ones, those of systems that write tables
+# Files next to shards that hold no samples: hidden ones, those of systems that write tables
 # (`_SUCCESS`, `_metadata`), checksums, indexes, and notes of libraries and people.
 _BESIDE = (
     "{.*,_*,*.crc,*.idx,*.gyre-*,*.md,LICENSE*,README*,[Rr]eadme.*,*md5sum*,*sha[0-9]*sum*,MD5SUM*,"
@@ -58,7 +58,7 @@ def expand(text: str, max_texts: int) -> list[str]:
         ValueError: unbalanced braces, braces nested too deeply, or more than `max_texts` texts.
     """
     _check_depth(text)
-    begins: list[int] = []  # of the groups that are open
+    begins: list[int] = []  # of the open groups
     choices: list[list[list[str]]] = [[[""]]]  # the same of the whole text, and of each group
 
     def append(texts: list[str]) -> None:

@@ -39,7 +39,7 @@ _REMOTE = frozenset(
      "lustre", "ncpfs", "nfs", "nfs4", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs",
      "wekafs")
 )  # fmt: skip
-# A page that is read from a disk of flash takes 0.1 to 1 ms, a request over a network that is worth
+# A page read from a disk of flash takes 0.1 to 1 ms, a request over a network that is worth
 # hiding more than that. Between the two bounds a mount stays what it was, so that few change often.
 SLOW_S, FAST_S = 2e-3, 0.5e-3
 # The median of the last reads decides: one in a hundred that takes a second does not. With fewer

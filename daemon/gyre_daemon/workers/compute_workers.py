@@ -98,7 +98,7 @@ def main() -> NoReturn:
 _PAGE_BYTES = mmap.PAGESIZE
 # Files are as large as powers of two from here on, so that one serves chunks of similar sizes.
 _MIN_FILE_BYTES = 1 << 20
-# Unused files that are kept. More would take memory that nothing counts; with fewer, the kernel
+# Unused files to keep. More would take memory that nothing counts; with fewer, the kernel
 # clears fresh pages for every chunk.
 _MAX_KEPT_BYTES = 64 << 20
 

@@ -535,7 +535,7 @@ def _litdata(source: _Source) -> FolderDescription | None:
     )
 
 
-# Takes a file that has the key.
+# Takes a file with the key.
 _READERS: Mapping[str, Callable[[_Source], FolderDescription | None]] = {
     "__kind__": _wids,
     "shardlist": _wids,

@@ -36,7 +36,7 @@ Held = TypeVar("Held")
 
 
 # Blocks whose next use is looked up at once. Each lookup costs as much as finding the block's
-# samples in the order; with fewer, blocks that are used up stay longer.
+# samples in the order; with fewer, used blocks stay longer.
 _MAX_LOOKUPS = 32
 # Blocks that were read by half, and are looked up before others. Without them a job in block order
 # fetches a fourth more blocks where the cache holds 40 % of its data; with 64, as few as without a
@@ -438,7 +438,7 @@ class Placement:
     def _look_up_half_read(self, eviction: NextUseEviction[Key]) -> None:
         num_keys = min(_MAX_LOOKUPS, len(self._half_read))
         keys = [self._half_read.popleft() for _ in range(num_keys)]
-        in_memory = eviction is self.in_memory  # where blocks that are on disk, too, go first
+        in_memory = eviction is self.in_memory  # where blocks also on disk go first
         self._look_up(
             eviction,
             [key for key in keys if key in eviction and not (in_memory and key[0].on_disk[key[1]])],
