@@ -184,7 +184,7 @@ class TransformWorkers:
                 self._workers.line.charge(claims.first[0], sample_s * (num - num_asked))
             done, _ = await self._transform(kind, exchange, request, numbers)
             if done is not None:
-                return [self._checked(kind, done, num)], num
+                return [done], num
             each = [await self._alone(kind, exchange, request, number) for number in numbers]
             return each, num
 
@@ -198,17 +198,10 @@ class TransformWorkers:
         for _ in range(2):
             done, reason = await self._transform(kind, exchange, request, [number])
             if done is not None:
-                return self._checked(kind, done, 1)
+                return done
             if reason.startswith("it took"):
                 break
         raise SampleFailed(number, "", reason, is_costly=True)
-
-    def _checked(self, kind: Kind, done: Done, num: int) -> Done:
-        if done.failed >= 0:
-            raise SampleFailed(done.failed, done.transform, done.reason, is_costly=False)
-        self._counts.num_samples += num if kind == Kind.TRANSFORM else 0
-        self._counts.cpu_s += done.cpu_s
-        return done
 
     async def _transform(
         self, kind: Kind, exchange: Exchange, request: range, numbers: Sequence[int]
@@ -218,16 +211,19 @@ class TransformWorkers:
         answer, reason = await self._ask(packet, self._deadline_s, exchange.file.fileno())
         with contextlib.suppress(msgspec.MsgspecError):
             done = DONE_DECODER.decode(answer or b"")
-            if done.failed < 0 or done.failed in numbers:
+            if done.failed in numbers:
+                raise SampleFailed(done.failed, done.transform, done.reason, is_costly=False)
+            if done.failed < 0:
+                self._counts.num_samples += len(numbers) if kind == Kind.TRANSFORM else 0
+                self._counts.cpu_s += done.cpu_s
                 return done, ""
         return None, reason
 
     async def _ask(
-        self, packet: bytes, deadline_s: float, descriptor: int = -1
+        self, packet: bytes, deadline_s: float, *descriptors: int
     ) -> tuple[bytes | None, str]:
         """The answer of an idle process; None and the reason if it died or hung, which ends it."""
         try:
-            descriptors = [descriptor] if descriptor >= 0 else []
             answer = await self._workers.ask(
                 packet, descriptors, max_bytes=MAX_PACKET_BYTES, deadline_s=deadline_s
             )
