@@ -298,8 +298,8 @@ class _Crop(AnnotatedTransform):
     ) -> None:
         """Store a rectangle of the image, its masks and its boxes.
 
-        It begins at a row and column behind the border, of rows and columns added before and behind
-        as `mode` of `np.pad` fills them, with one level for the image and one for masks.
+        The image first gets rows and columns before and behind, `sides`; `begin` is a row and
+        column of that. `mode` of `np.pad` fills them, with a level for the image and one for masks.
         """
         (top, left), (height, width) = begin, pair(self.size)
         (above, _), (before, _) = sides

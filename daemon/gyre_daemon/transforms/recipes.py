@@ -202,14 +202,16 @@ class OfField(OneField):
         return [self.field]
 
     def require_bytes(self, fields: Mapping[str, Field]) -> None:
-        """Refuse a field other than the bytes of files.
+        """Refuse a field other than the bytes of files or texts.
 
         Raises:
             ValueError: it has another dtype, or one shape.
         """
         stored = fields[self.field]
         if stored.dtype != np.uint8 or stored.shape != (None,):
-            raise ValueError(f"{self.field!r:.100} is {stored.dtype.name}, no bytes of files")
+            raise ValueError(
+                f"{self.field!r:.100} is {stored.dtype.name}, no bytes of files or texts"
+            )
 
 
 # numpy has none, and would call it by a name that says its size alone. torch and clients have it.
