@@ -72,9 +72,10 @@ class SessionRates:
 
         An empty window waits for storage or for a processor, a full one for its trainer. So does an
         empty one whose trainer never waits: it has its batches already, or asks for no more yet.
+        Without a window, a trainer that takes batches has them all: these are the last ones.
         """
         if self.occupancy is None:
-            return IDLE
+            return TRAINER_BOUND if self.batches_per_s else IDLE
         if self.occupancy <= _EMPTY and self.starved >= STARVED:
             return PROCESSOR_BOUND if self.wait_processor > self.wait_storage else STORAGE_BOUND
         return BALANCED if _EMPTY < self.occupancy < _NEARLY_FULL else TRAINER_BOUND

@@ -100,10 +100,12 @@ def test_a_metric_of_sessions_is_a_column_in_the_unit_of_its_name() -> None:
     assert metrics["gyre_job_new_things_total"] == 1234
 
 
-def test_a_session_at_its_end_is_idle() -> None:
-    found = session_rates(session(batches_per_s=1.0))
+@pytest.mark.parametrize(("batches_per_s", "meaning"), [(1.0, "trainer-bound"), (0.0, "idle")])
+def test_a_session_without_a_window_waits_for_nothing(batches_per_s: float, meaning: str) -> None:
+    """Its client has the last batches, and its trainer still takes them or is gone."""
+    found = session_rates(session(batches_per_s=batches_per_s))
     assert found
-    assert found.meaning == "idle"
+    assert found.meaning == meaning
 
 
 def test_a_share_of_the_time_never_exceeds_one() -> None:
