@@ -48,10 +48,9 @@ from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstal
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.target import (
     Target,
-    dataset_or_path,
     find_target,
     given_address,
-    target_of_dataset,
+    resolve_dataset,
 )
 
 Command = Callable[[Connection, argparse.Namespace], CommandOutput | None]
@@ -102,8 +101,10 @@ def _with_hint(error: UnknownDataset, args: argparse.Namespace) -> UnknownDatase
 
 def _target(args: argparse.Namespace) -> Target:
     if "dataset" in args:
-        args.dataset = dataset_or_path(args.dataset, args.format, args.address, args.daemon_user)
-        return target_of_dataset(args.address, args.dataset, args.format, args.daemon_user)
+        args.dataset, address = resolve_dataset(
+            args.dataset, args.format, args.address, args.daemon_user
+        )
+        return find_target(address, args.daemon_user)
     address = given_address(args.address)
     if address is None:
         raise InvalidRequest(

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.loader.loader import Loader
-from gyre_client.transport.arguments import is_location
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.target import acquire_private, dataset_or_path, release_private
+from gyre_client.transport.target import acquire_private, release_private, resolve_dataset
 
 # A worker group that restarts is back within a minute or two; the next trial on the node, too.
 IDLE_S = 300.0
@@ -56,9 +55,8 @@ class GyreDataIterator:
                 worker.
         """
         context = ray.train.get_context()
-        data_format = loader.get("format")
-        dataset = dataset_or_path(dataset, data_format, address)
-        if address is None and is_location(dataset, data_format):
+        dataset, address = resolve_dataset(dataset, loader.get("format"), address)
+        if address is None:
             acquire_private(_daemon_of_this_node())
         self.loader = Loader(
             dataset,

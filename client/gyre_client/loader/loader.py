@@ -66,7 +66,7 @@ from gyre_client.transport.arguments import (
     whole,
 )
 from gyre_client.transport.arguments import order as order_spec
-from gyre_client.transport.target import dataset_or_path, target_of_dataset
+from gyre_client.transport.target import find_target, resolve_dataset
 
 _log = logging.getLogger("gyre_client")
 
@@ -271,7 +271,9 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         blocks = io_block_bytes, window_blocks
         reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
         data_format = "" if isinstance(format, type) else format
-        dataset = dataset_or_path(dataset, data_format, address, daemon_user, reattach_timeout_s)
+        dataset, address = resolve_dataset(
+            dataset, data_format, address, daemon_user, reattach_timeout_s
+        )
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, data_format, options, pack),
             order=order_spec(
@@ -293,7 +295,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._loaded_batch = -1  # the one at which a state was loaded just now
         self._iteration = 0  # the number of the youngest iterator
         self._stop_batch = UNKNOWN  # the batch behind the last one of its iteration
-        target = target_of_dataset(address, dataset, data_format, daemon_user)
+        target = find_target(address, daemon_user)
         terms = Terms(reattach_timeout_s, stall_timeout_s, token_dtype, to_device)
         self._place = JobPlace(target, self._request, tail, terms)
         self._finalizer = weakref.finalize(self, self._place.release)

@@ -332,36 +332,47 @@ def find_target(address: str | None, daemon_user: int | str | None = None) -> Ta
     return Target(daemon.address, daemon)
 
 
-def dataset_or_path(
+def resolve_dataset(
     dataset: str | os.PathLike[str],
     data_format: str | None,
     address: str | None,
     daemon_user: int | str | None = None,
     reattach_timeout_s: float = 60.0,
-) -> str | os.PathLike[str]:
-    """Returns the dataset; `./DATASET` for a folder or file, if no dataset has this name.
+) -> tuple[str | os.PathLike[str], str | None]:
+    """Returns how a daemon knows a dataset, and the daemon's address; None for the private one.
 
-    Args:
-        dataset: The user's name for it.
-        data_format: The format of the data at a path; None for none.
-        address: Where a dataset of this name is looked for, and no path; for None, at the address
-            in the environment, if there is one.
-        daemon_user: See `find_target`.
-        reattach_timeout_s: How long to wait for the daemon there.
+    The daemon at `address` serves a path or URI or, without an address, a private daemon, whatever
+    the environment says. Otherwise `dataset` is a name that the daemon at `address` or in the
+    environment knows. Without `address`, it is `./DATASET` for a folder or file if that daemon has
+    no dataset of this name.
 
     Raises:
-        GyreError: The daemon at the address in the environment does not answer.
+        InvalidRequest: `dataset` is a name and there is no address; or the address is no text.
+        GyreError: The daemon at the address in the environment does not answer for
+            `reattach_timeout_s`.
     """
-    if address or is_location(dataset, data_format) or not _exists(dataset):
-        return dataset
+    if address is not None:
+        address = text("address", address)
+    if is_location(dataset, data_format):
+        return dataset, address or None
     where = given_address(address)
-    if where and _serves(find_target(where, daemon_user), dataset, reattach_timeout_s):
-        _log.info("%s is the dataset of that name at %s; ./%s is not read", dataset, where, dataset)
-        return dataset
-    path = Path(dataset).absolute()
-    instead = f"; {where} has no dataset of that name" if where else ""
-    _log.info("%s is the data at %s%s", dataset, path, instead)
-    return f"./{dataset}"
+    if not address and _exists(dataset):
+        if where and _serves(find_target(where, daemon_user), dataset, reattach_timeout_s):
+            _log.info(
+                "%s is the dataset of that name at %s; ./%s is not read", dataset, where, dataset
+            )
+            return dataset, where
+        path = Path(dataset).absolute()
+        instead = f"; {where} has no dataset of that name" if where else ""
+        _log.info("%s is the data at %s%s", dataset, path, instead)
+        return f"./{dataset}", None
+    if where is None:
+        raise InvalidRequest(
+            "no address was given, and a private daemon knows no dataset by the name "
+            f"{os.fspath(dataset)!r}, and there is no folder of that name. Give the address of a "
+            f"daemon (or set {ENVIRONMENT_VARIABLE})"
+        )
+    return dataset, where
 
 
 def _exists(dataset: str | os.PathLike[str]) -> bool:
@@ -375,33 +386,3 @@ def _serves(target: Target, name: str | os.PathLike[str], reattach_timeout_s: fl
     with Connection(target.address) as connection:
         served = Outage(reattach_timeout_s).retry(lambda _: connection.list_datasets())
     return any(each.name == name for each in served.datasets)
-
-
-def target_of_dataset(
-    address: str | None,
-    dataset: str | os.PathLike[str],
-    data_format: str | None,
-    daemon_user: int | str | None = None,
-) -> Target:
-    """Returns the daemon that can serve `dataset`.
-
-    The daemon at `address` serves a path or URI or, without an address, a private daemon, whatever
-    the environment says. Otherwise `dataset` is a name that the daemon at `address` or in the
-    environment knows.
-
-    Raises:
-        InvalidRequest: `dataset` is a name and there is no address; or the address is malformed.
-        DaemonUnavailable: The private daemon cannot be started.
-    """
-    if address is not None:
-        address = text("address", address)
-    if is_location(dataset, data_format):
-        return find_target(address or None, daemon_user)
-    address = given_address(address)
-    if address is None:
-        raise InvalidRequest(
-            "no address was given, and a private daemon knows no dataset by the name "
-            f"{os.fspath(dataset)!r}, and there is no folder of that name. Give the address of a "
-            f"daemon (or set {ENVIRONMENT_VARIABLE})"
-        )
-    return find_target(address, daemon_user)
