@@ -388,20 +388,9 @@ Results = Mapping[str, float]
 Show = Callable[[int, int, str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The measurements.
-
-    `missing` are packages that further opponents would need, and `medians` those over the turns of
-    each loader of the results of `measure`.
-    """
-
-    files_were_cached: bool
-    missing: Sequence[str]
-    medians: Mapping[Contender, Results]
-
-
-def compare(description: pb.DatasetDescription, task: Mapping[str, Any], show: Show) -> Comparison:
+def compare(
+    description: pb.DatasetDescription, task: Mapping[str, Any], show: Show
+) -> tuple[bool, Sequence[str], Mapping[Contender, Results]]:
     """Returns the measurements.
 
     Args:
@@ -409,6 +398,10 @@ def compare(description: pb.DatasetDescription, task: Mapping[str, Any], show: S
         task: dataset, is_location, batch_size, seconds, seed, address, daemon_user and options, as
             the user gave them.
         show: Is told how many measurements are done, how many there are, and the next one.
+
+    Returns:
+        Whether the files were in the page cache before; packages that further opponents would need;
+        and for each loader the medians over its turns of the results of `measure`.
 
     Raises:
         InvalidRequest: The files cannot be read from here, or hold other data than the daemon
@@ -452,7 +445,7 @@ def compare(description: pb.DatasetDescription, task: Mapping[str, Any], show: S
         }
         for contender in contenders
     }
-    return Comparison(is_warm, missing, medians)
+    return is_warm, missing, medians
 
 
 def task_of(

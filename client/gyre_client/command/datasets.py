@@ -12,10 +12,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import shtab
 from gyre_protos.text import counted, printable
@@ -65,10 +65,6 @@ from gyre_client.transport.arguments import (
     whole,
 )
 from gyre_client.transport.connection import Connection
-
-if TYPE_CHECKING:
-    from gyre_client.bench import Comparison
-
 
 _MAX_SAMPLES = 1000
 _MAX_HISTOGRAMS = 4  # in the text for people
@@ -590,44 +586,46 @@ def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "options": options or None,
     }
     with ProgressBar("measurements") as bar:
-        found = comparison.compare(description, task, bar.update)
+        was_cached, missing, medians = comparison.compare(description, task, bar.update)
     value = {
         "num_samples": description.num_samples,
         "num_bytes": description.num_bytes,
         "batch_size": batch_size,
         "seconds": args.seconds,
-        "files_were_cached": found.files_were_cached,
-        "missing": list(found.missing),
+        "files_were_cached": was_cached,
+        "missing": list(missing),
         "loaders": [
-            dataclasses.asdict(contender) | results for contender, results in found.medians.items()
+            dataclasses.asdict(contender) | results for contender, results in medians.items()
         ],
     }
-    return CommandOutput(value, _text(description, args, found))
+    return CommandOutput(value, _text(description, args, value))
 
 
-def _text(description: pb.DatasetDescription, args: argparse.Namespace, found: "Comparison") -> str:
-    cache = "read once before" if found.files_were_cached else "larger than the page cache"
+def _text(
+    description: pb.DatasetDescription, args: argparse.Namespace, found: Mapping[str, Any]
+) -> str:
+    cache = "read once before" if found["files_were_cached"] else "larger than the page cache"
     about = (
         f"{printable(description.uri)}: {counted(description.num_samples, 'sample', ',')}, "
         f"{size(description.num_bytes)}, {printable(description.format)}; "
         f"batches of {args.batch_size}."
     )
     lines = [about, f"Files {cache}. Each loader ran alone, twice {args.seconds:g} s; medians."]
-    if found.missing:
-        lines.append(f"Not installed, so not measured: {', '.join(found.missing)}.")
-    if len(found.medians) == 1:
+    if found["missing"]:
+        lines.append(f"Not installed, so not measured: {', '.join(found['missing'])}.")
+    if len(found["loaders"]) == 1:
         lines.append(f"No other loader here reads {printable(description.format)}.")
-    fastest = max(results["samples_per_s"] for results in found.medians.values())
+    fastest = max(each["samples_per_s"] for each in found["loaders"])
     rows = [
         (
-            contender.label,
-            f"{results['samples_per_s']:,.0f}",
-            f"{size(results['bytes_per_s'])}/s",
-            f"{results['first_batch_s']:.3f} s",
-            f"{results['cpu_s_per_1000'] * 1e3:.2f} ms",
-            "█" * max(1, round(BAR_CHARS * results["samples_per_s"] / fastest)),
+            each["label"],
+            f"{each['samples_per_s']:,.0f}",
+            f"{size(each['bytes_per_s'])}/s",
+            f"{each['first_batch_s']:.3f} s",
+            f"{each['cpu_s_per_1000'] * 1e3:.2f} ms",
+            "█" * max(1, round(BAR_CHARS * each["samples_per_s"] / fastest)),
         )
-        for contender, results in found.medians.items()
+        for each in found["loaders"]
     ]
     columns = table(("LOADER", "SAMPLES/S", "DATA", "FIRST BATCH", "THREAD CPU", ""), rows)
     return "\n\n".join(["\n".join(lines), columns, NOTES])
