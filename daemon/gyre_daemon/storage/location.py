@@ -58,7 +58,7 @@ def expand(text: str, max_texts: int) -> list[str]:
         ValueError: unbalanced braces, braces nested too deeply, or more than `max_texts` texts.
     """
     _check_depth(text)
-    begins: list[int] = []  # of the open groups
+    begins: list[int] = []  # of open groups
     choices: list[list[list[str]]] = [[[""]]]  # the same of the whole text, and of each group
 
     def append(texts: list[str]) -> None:

@@ -431,8 +431,7 @@ class ShardBounds:
 
 _NAME = "files"  # of the one shard
 
-# Reads that are computed on the event loop, in some 2 ms. More of them go through a thread, which
-# costs a hop.
+# Reads computed on the event loop, in some 2 ms. More go through a thread, which costs a hop.
 _MAX_ON_LOOP = 4096
 
 

@@ -75,23 +75,14 @@ _BUFFER_BYTES = 128 << 10  # of the archive that one read asks for, at least
 
 
 class NotConnected(Exception):
-    """A driver could not connect.
-
-    Attributes:
-        reason: the driver's exception.
-    """
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
+    """A driver could not connect; its exception is the cause."""
 
 
 class EndpointThreads:
     """The threads of one endpoint.
 
     Attributes:
-        max_reads: reads at once.
-        reading: threads for reads.
+        reading: threads for reads, one for each at once.
         looking: threads for all else.
         connecting: limits the drivers that connect at once.
     """
@@ -103,7 +94,6 @@ class EndpointThreads:
             name: of the endpoint.
             max_reads: reads at once.
         """
-        self.max_reads = max_reads
         self.reading = DaemonThreads(max_reads, f"gyre-read {name}")
         self.looking = DaemonThreads(_NUM_LOOKING, f"gyre-look {name}")
         self.connecting = threading.Semaphore(_MAX_CONNECTING)
@@ -192,7 +182,7 @@ class DriverPool:
             try:
                 return self._connect(), True
             except Exception as error:
-                raise NotConnected(error) from error
+                raise NotConnected from error
 
     def _give_back(self, driver: AbstractFileSystem) -> None:
         self._idle.append((driver, time.monotonic()))
@@ -205,7 +195,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     Attributes:
         source: reads the same files, with the same drivers.
-        max_reads: that it carries at once.
+        threads: of the endpoint.
     """
 
     cachable = False  # codespell:ignore cachable
@@ -226,8 +216,8 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
             told: of every file, added to the driver's info.
         """
         super().__init__(asynchronous=True)
+        self.threads = threads
         self._pool = DriverPool(address, connect, threads)
-        self.max_reads = threads.max_reads
         self._told = told
         self.source = ThreadSource(self._pool)
 
@@ -282,7 +272,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         try:
             return await self._pool.threads.looking.run(self._pool.call, work)
         except NotConnected as failure:
-            raise failure.reason from None
+            raise (failure.__cause__ or failure) from None
 
 
 class ThreadSource(Source):
@@ -339,7 +329,7 @@ def _response(error: BaseException) -> Response:
     """The response for a driver's exception."""
     if not isinstance(error, NotConnected):
         return response_from_error(error)
-    response = response_from_error(error.reason)
+    response = response_from_error(error.__cause__ or error)
     response.unreachable = response.status == 0 and not response.refused
     return response
 

@@ -345,11 +345,8 @@ class _SignedTarget(Struct, eq=False):
     def send(self, get: HttpGet) -> None:
         """Send a request for the object."""
         method = b"HEAD" if get.is_head else b"GET"
-        get.text, get.url, get.on_redirect = (
-            method + self.text + get.range_text,
-            self.url,
-            self.on_redirect,
-        )
+        get.text, get.url = method + self.text + get.range_text, self.url
+        get.on_redirect = self.on_redirect
         assert self.host
         self.host.send(get)
 
@@ -575,7 +572,7 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
 async def ask_all(
     ask: Callable[[Asked], Awaitable[Answer]], items: Iterable[Asked], max_at_once: int
 ) -> list[Answer]:
-    """The answers about all items, of which so many are asked for at once."""
+    """The answers about all items, in their order."""
     answers: dict[int, Answer] = {}
     waiting = iter(enumerate(items))
 

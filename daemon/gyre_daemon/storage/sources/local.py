@@ -282,7 +282,7 @@ class MountSource(Source):
 # job over would only add a round trip.
 _MIN_COPIED_BYTES = 32 << 10
 _MAX_COPIED_BYTES = 1 << 20
-# A shard that is written to while its bytes are compared is looked at this often. More looks keep a
+# A shard written to while its bytes are compared is looked at this often. More looks keep a
 # thread busy with a file that a slow writer changes; fewer refuse one that was just restored.
 _MAX_LOOKS = 3
 
@@ -559,7 +559,7 @@ _OPENING_BYTES = 64 << 10
 # How long a thread lets others go first that seem to read from the page cache. Each of them takes
 # some milliseconds for a batch; where a file system does not say that it waits, this is lost.
 _TURN_S = 0.1
-# Files of each job that are measured: more cost time in every job, fewer notice later that the
+# Files measured in each job: more cost time in every job, fewer notice later that the
 # mount is slow. While files take long, all are measured.
 _NUM_MEASURED = 4
 

@@ -280,7 +280,7 @@ class RemoteOpener:
         name = endpoint_name(asked.scheme, asked.settings, paths[0])
         max_requests = self._options.max_requests
         if isinstance(filesystem, ThreadedFileSystem):
-            max_requests = min(max_requests, filesystem.max_reads)
+            max_requests = min(max_requests, filesystem.threads.reading.max_threads)
         endpoint = self._endpoint(name, asked.scheme, max_requests)
         num_connections = endpoint.limit.limit if len(self._endpoints) > num_endpoints else 0
         source = await self._source(filesystem, asked, paths[0], num_connections)
