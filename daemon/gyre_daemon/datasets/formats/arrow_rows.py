@@ -28,7 +28,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
     text_column,
 )
-from gyre_daemon.datasets.formats.schemas import Wanted
+from gyre_daemon.datasets.formats.sample_table import Wanted
 from gyre_daemon.errors import ConfigError
 
 # Structs of exactly these are how Hugging Face datasets store images, audio and other files.

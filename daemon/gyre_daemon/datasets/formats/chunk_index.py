@@ -44,8 +44,7 @@ from gyre_daemon.datasets.formats.base import (
     presence_of,
     require,
 )
-from gyre_daemon.datasets.formats.sample_table import located_bounds
-from gyre_daemon.datasets.formats.schemas import common_schema, described_all
+from gyre_daemon.datasets.formats.sample_table import common_schema, described_all, located_bounds
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.permutation import (
     BlockTable,

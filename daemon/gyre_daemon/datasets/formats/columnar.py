@@ -34,7 +34,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     num_rows,
 )
 from gyre_daemon.datasets.formats.concat import assemble_union
-from gyre_daemon.datasets.formats.schemas import (
+from gyre_daemon.datasets.formats.sample_table import (
     ColumnOptions,
     Wanted,
     are_compressed,

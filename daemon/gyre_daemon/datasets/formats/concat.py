@@ -8,7 +8,8 @@ field says how each schema stores it (`FieldSpec.forms`), and `Extents.schema` w
 has; a column that a part lacks takes no stored bytes.
 
 * With `schema = "union"` the shards of each schema are a part, which the format makes as it makes
-  any. The dataset has the fields of all.
+  any. The dataset has the fields of all: a column whose numbers have different dtypes gets the
+  smallest dtype that holds all of them; a shard without a column serves a default.
 * The sources of a mixture are parts, one behind the other. The dataset has the fields that all of
   them have, with one dtype and one shape; lists whose lengths are equal in one source and differ in
   another are ragged. The indexed field `source` is the number of the sample's source; sources of a
@@ -24,7 +25,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -40,19 +41,20 @@ from gyre_daemon.datasets.formats.base import (
     stored_fields,
 )
 from gyre_daemon.datasets.formats.chunk_index import Chunks, chunks_of, num_samples
-from gyre_daemon.datasets.formats.sample_table import located_bounds
-from gyre_daemon.datasets.formats.schemas import (
-    Schema,
+from gyre_daemon.datasets.formats.sample_table import (
     SchemaOptions,
     are_compressed,
-    default_bytes,
-    union_field,
+    described,
+    located_bounds,
 )
-from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
 from gyre_daemon.order.permutation import BlockTable, Int64Array, blocks_that_begin_at, kept_tables
 from gyre_daemon.storage.shard import Shard
 
 SOURCE = "source"
+_NUMBERS = ("bytes", "integer", "number", "cast")
+# Of these the stored bytes differ, and the tensors do not.
+_TEXTS = ("text", "quoted")
 
 
 @dataclass(frozen=True)
@@ -481,7 +483,7 @@ def _in_parts(spec: FieldSpec, parts: Sequence[Part], defaults: Mapping[str, Any
         if owner != spec.name:
             fills.append(owner in [each.name for each in part.index.fields])
         else:
-            fills.append(any(default_bytes(spec, defaults)))
+            fills.append(any(_default_bytes(spec, defaults)))
     return IndexedField(spec, places, fills)
 
 
@@ -496,7 +498,7 @@ def _fields_of(
     for part in parts:
         fields = [spec for spec in part.index.fields if not spec.name.endswith(PRESENT_SUFFIX)]
         name = shards[part.shards[0]].name
-        schemas.append(Schema(name, {spec.name: spec for spec in fields}))
+        schemas.append(_Schema(name, {spec.name: spec for spec in fields}))
     names = list(dict.fromkeys(name for schema in schemas for name in schema.fields))
     for key, wanted in (("columns", order), ("defaults", defaults)):
         for name in wanted:
@@ -505,7 +507,7 @@ def _fields_of(
                     f"`{key}` has {name!r:.100}, and no shard has such a column; there are "
                     f"{', '.join(names):.1000}"
                 )
-    found = [union_field(name, schemas, defaults) for name in order or names]
+    found = [_union_field(name, schemas, defaults) for name in order or names]
     lacking = [
         spec.name
         for spec in found
@@ -516,6 +518,150 @@ def _fields_of(
         )
     ]
     return list(stored_fields(found)), [*indexed_fields(found), *map(presence_of, lacking)]
+
+
+class _Schema(NamedTuple):
+    """The fields of some shards, all of one schema, by name."""
+
+    shard: str  # the name of the first
+    fields: Mapping[str, FieldSpec]
+
+
+def _union_field(name: str, schemas: Sequence[_Schema], defaults: Mapping[str, Any]) -> FieldSpec:
+    """The field of this name of all schemas; at least one has it.
+
+    Raises:
+        CorruptSample: two schemas have incompatible fields; names a shard of each.
+        ConfigError: the default does not fit such a field.
+    """
+    owners = [schema for schema in schemas if name in schema.fields]
+    common, first = owners[0].fields[name], owners[0]
+    for owner in owners[1:]:
+        wider = _wider_field(common, owner.fields[name])
+        if wider is None:
+            raise _unlike(name, owner, first)
+        common = wider
+    if common.codec == "indexed":
+        return common  # defaults for shards without it are in the index, too
+    has_all = len(owners) == len(schemas)
+    if has_all and all(owner.fields[name] == common for owner in owners):
+        return common
+    lacking = common
+    if not has_all:
+        lacking = replace(common, codec="default", default=_default_bytes(common, defaults))
+    forms = tuple(
+        _form(schema.fields[name], common) if name in schema.fields else lacking
+        for schema in schemas
+    )
+    return replace(common, forms=forms)
+
+
+def _default_bytes(spec: FieldSpec, defaults: Mapping[str, Any]) -> bytes:
+    """The bytes in the tensor for a sample without this field.
+
+    Raises:
+        ConfigError: the operator's default does not fit such a field.
+    """
+    if spec.name not in defaults:
+        if spec.codec == "json":
+            return b"null"
+        return b"" if spec.ragged else bytes(spec.element_bytes)
+    value = defaults[spec.name]
+    if spec.codec == "json":
+        return json.dumps(value, ensure_ascii=False).encode()
+    if spec.codec in _TEXTS or (_is_opaque(spec) and isinstance(value, str)):
+        if isinstance(value, str):
+            return value.encode()
+        raise _no_default(spec, value, "text")
+    return _default_numbers(spec, value)
+
+
+def _default_numbers(spec: FieldSpec, value: Any) -> bytes:
+    """Numbers as the tensor has them; one number stands for all of an array of one shape."""
+    kind = f"{spec.dtype}{list(spec.shape) or ''}"
+    try:
+        found = np.array(value)
+        if not found.size and spec.ragged:
+            return b""
+        wanted = (*found.shape[:1], *spec.shape) if spec.ragged else spec.shape
+        values = np.broadcast_to(found, wanted)
+        with np.errstate(all="ignore"):
+            cast = values.astype(spec.dtype)
+    except (TypeError, ValueError, OverflowError):
+        raise _no_default(spec, value, kind) from None
+    is_alike = found.dtype.kind in "biuf" and (found.dtype.kind == "b") == (spec.dtype.kind == "b")
+    is_list = found.ndim > 0 or not spec.ragged
+    if spec.dtype.kind == "f":
+        is_lost = np.isinf(cast) & np.isfinite(values) if is_alike else np.array(True)
+    else:
+        is_lost = (cast != values) | ((cast < 0) != (values < 0))
+    if not (is_alike and is_list) or is_lost.any():
+        raise _no_default(spec, value, kind)
+    return cast.tobytes()
+
+
+def _no_default(spec: FieldSpec, value: Any, kind: str) -> ConfigError:
+    a_list = "a list of " if spec.ragged and kind != "text" else ""
+    return ConfigError(
+        f"`defaults` of {spec.name!r:.100} is {value!r:.100}, and the field is {a_list}{kind}"
+    )
+
+
+def _wider_field(one: FieldSpec, other: FieldSpec) -> FieldSpec | None:
+    """A field that holds the values of both; None if there is none."""
+    if one == other:
+        return one
+    if (one.shape, one.ragged, one.categories) != (other.shape, other.ragged, other.categories):
+        return None
+    if one.codec in _TEXTS and other.codec in _TEXTS:
+        return replace(one, codec="text")
+    if one.codec not in _NUMBERS or other.codec not in _NUMBERS:
+        return None
+    if _is_opaque(one) != _is_opaque(other):
+        return None
+    dtype = _wider_dtype(one.dtype, other.dtype)
+    return None if dtype is None else replace(one, dtype=dtype, codec="bytes")
+
+
+def _is_opaque(spec: FieldSpec) -> bool:
+    """Whether its bytes may be other than numbers."""
+    return spec.ragged and spec.dtype == np.uint8 and not spec.shape
+
+
+def _wider_dtype(
+    one: np.dtype[np.generic], other: np.dtype[np.generic]
+) -> np.dtype[np.generic] | None:
+    """The smallest dtype that holds all values of two dtypes exactly; None if there is none."""
+    if one == other:
+        return one
+    if "b" in (one.kind, other.kind):
+        return None
+    wider = np.promote_types(one, other)
+    is_mixed = wider.kind == "f" and "f" not in (one.kind, other.kind)  # int64 and uint64
+    has_long = any(each.kind in "iu" and each.itemsize == 8 for each in (one, other))
+    return None if is_mixed or (wider.kind == "f" and has_long) else wider
+
+
+def _form(stored: FieldSpec, common: FieldSpec) -> FieldSpec:
+    """How a schema stores a field of the union."""
+    if stored.dtype == common.dtype:
+        return stored
+    if stored.codec == "cast":
+        return replace(stored, dtype=common.dtype)
+    cast_from = (stored.codec, stored.dtype)
+    return replace(stored, dtype=common.dtype, codec="cast", cast_from=cast_from)
+
+
+def _unlike(name: str, schema: _Schema, first: _Schema) -> CorruptSample:
+    reason = (
+        f"its column {name!r:.100} is {described(schema.fields[name])}, and that of shard "
+        f"{first.shard} is {described(first.fields[name])}"
+    )
+    return CorruptSample(
+        f"shard {schema.shard} does not fit: {reason}; a union widens numbers only if no value "
+        "changes; serve them as two datasets, or name the other columns in `columns`",
+        {"shard": schema.shard, "reason": reason},
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,12 @@ from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.lines import pieces_of
 from gyre_daemon.datasets.formats.sample_table import (
     SampleTable,
+    SchemaOptions,
     check_columns,
+    chosen_columns,
+    common_schema,
     joined_columns,
 )
-from gyre_daemon.datasets.formats.schemas import SchemaOptions, chosen_columns, common_schema
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 

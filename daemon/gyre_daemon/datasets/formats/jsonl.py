@@ -60,7 +60,7 @@ from gyre_daemon.datasets.formats.lines import (
     recognised,
     scan_lines,
 )
-from gyre_daemon.datasets.formats.schemas import SchemaOptions
+from gyre_daemon.datasets.formats.sample_table import SchemaOptions
 from gyre_daemon.datasets.formats.values import check_json, lone_surrogate, without_surrogates
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard

@@ -39,8 +39,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     num_samples,
     text_column,
 )
-from gyre_daemon.datasets.formats.sample_table import SampleTable, check_extents
-from gyre_daemon.datasets.formats.schemas import are_compressed
+from gyre_daemon.datasets.formats.sample_table import SampleTable, are_compressed, check_extents
 from gyre_daemon.datasets.formats.values import check_text
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard

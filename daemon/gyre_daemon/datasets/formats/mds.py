@@ -44,14 +44,12 @@ from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.lines import MAX_FRAME_BYTES, decompress, frames, recognised
 from gyre_daemon.datasets.formats.sample_table import (
     SampleTable,
-    check_columns,
-    joined_columns,
-)
-from gyre_daemon.datasets.formats.schemas import (
     SchemaOptions,
     are_compressed,
+    check_columns,
     chosen_columns,
     common_schema,
+    joined_columns,
 )
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
 from gyre_daemon.errors import ConfigError

@@ -28,8 +28,7 @@ from gyre_daemon.datasets.formats.base import (
     probe_heads,
     require,
 )
-from gyre_daemon.datasets.formats.sample_table import StridedIndex
-from gyre_daemon.datasets.formats.schemas import common_schema
+from gyre_daemon.datasets.formats.sample_table import StridedIndex, common_schema
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 

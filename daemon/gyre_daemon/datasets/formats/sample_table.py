@@ -1,11 +1,14 @@
-"""Indexes of samples as ranges of shards: of any size, or at regular distances.
+"""Indexes of samples as ranges of shards, and which columns of shards are served. Pure.
 
-Also checks of arrays that were stored and may be forged: could an inspection have found them? Pure.
+Ranges have any size, or are at regular distances. Also checks of arrays that were stored and may be
+forged: could an inspection have found them?
 """
 
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +19,13 @@ from gyre_daemon.datasets.formats.base import (
     FieldSpec,
     SampleIndex,
     array_of,
+    check_names,
     indexed_fields,
+    ragged_fields,
+    renamed,
     stored_fields,
 )
+from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.order.permutation import (
     BlockTable,
     Int64Array,
@@ -26,6 +33,9 @@ from gyre_daemon.order.permutation import (
     blocks_of_unequal_samples,
     kept_tables,
 )
+from gyre_daemon.storage.shard import Shard
+
+_T = TypeVar("_T")
 
 # Batch sizes whose bounds are kept: a bound takes a pass over all samples, and an open session asks
 # for its own again and again.
@@ -190,8 +200,8 @@ class SampleTable:
         shard = np.searchsorted(self._first, sample_ids, side="right") - 1
         size = self._size[sample_ids]
         lengths = size.copy() if self._lengths else None
-        for field, its in self._lengths.items():
-            lengths[:, field] = its[sample_ids]  # type: ignore[index]  # there are some
+        for place, its in self._lengths.items():
+            lengths[:, place] = its[sample_ids]  # type: ignore[index]  # there are some
         absent = None if self._absent is None else self._absent[sample_ids]
         indexed = tuple(values[sample_ids] for values in self._indexed)
         return Extents(shard, self._start[sample_ids], size, lengths, absent, indexed)
@@ -265,3 +275,163 @@ class StridedIndex:
     def digest(self) -> bytes:
         starts = b" " + self._start.astype("<i8").tobytes() if self._start.any() else b""
         return self._identity + starts
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaOptions:
+    """The keys of a dataset whose shards have columns.
+
+    Attributes:
+        schema: how to treat shards with different columns: `equal` refuses them; `union` serves
+            the columns of all.
+        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
+            `class` under the name `label`; empty for all.
+        defaults: with `union`, the values for samples of a shard without a column, by the name of
+            the field; otherwise zeros, no bytes, or `null` of JSON.
+    """
+
+    schema: Literal["equal", "union"] = "equal"
+    columns: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse fields that no batch can have, and defaults that nothing would use."""
+        if self.defaults and self.schema == "equal":
+            raise ConfigError('`defaults` needs `schema = "union"`')
+        renamed(self.columns, "columns")
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Names of the wanted fields, and of their columns; empty for all columns."""
+        return tuple(renamed(self.columns, "columns"))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which columns are served.
+
+    Attributes:
+        pairs: names of the fields, and of their columns; empty for all columns.
+        may_lack: whether a file may lack some; columns of the type null are lacking, too.
+        lengths: of lists that all have one, by the names of their columns.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    may_lack: bool = False
+    lengths: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOptions(SchemaOptions):
+    """The keys of an `arrow` or `parquet` dataset.
+
+    Attributes:
+        lengths: of columns of lists whose rows all have this many elements, which then are arrays
+            of one shape, also where shards are appended; 0 where they stay ragged.
+    """
+
+    lengths: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse negative lengths."""
+        SchemaOptions.__post_init__(self)
+        for name, length in self.lengths.items():
+            if length < 0:
+                raise ConfigError(f"`lengths` of {name!r:.100} must be at least 0 (got {length})")
+
+    @property
+    def wanted(self) -> Wanted:
+        """The chosen columns."""
+        lengths = {name: length for name, length in self.lengths.items() if length}
+        return Wanted(self.pairs, self.schema == "union", tuple(sorted(lengths.items())))
+
+    @property
+    def ragged(self) -> tuple[str, ...]:
+        """See `Scan.ragged`."""
+        return ragged_fields(self.lengths, self.pairs)
+
+
+def scan_version(version: str, wanted: Wanted) -> str:
+    """A version of scans that changes with their code and with the chosen columns."""
+    union = ["union"] * wanted.may_lack
+    pairs = [f"{field}={column}" for field, column in wanted.pairs]
+    return " ".join([version, *union, *pairs, *(f"{name}:{size}" for name, size in wanted.lengths)])
+
+
+def chosen_columns(
+    options: SchemaOptions, names: Sequence[str], shard: str
+) -> list[tuple[str, int]]:
+    """The names of the served fields, and the place of the column of each.
+
+    Args:
+        options: say which are wanted, and whether shards may lack some.
+        names: of the columns of the shards.
+        shard: the name of one of them.
+
+    Raises:
+        ConfigError: they lack one, or all, or no batch can have such a field.
+    """
+    wanted = options.pairs or tuple((name, name) for name in names)
+    check_names([name for name, _ in wanted], "columns")
+    known = [pair for pair in wanted if pair[1] in names]
+    lacking = [name for _, name in wanted if name not in names]
+    if not known or (lacking and options.schema == "equal"):
+        raise ConfigError(
+            f"there is no column {lacking[0]!r:.100}; the files have {', '.join(names):.1000}"
+            if options.schema == "equal"
+            else f"shard {shard} has none of the served columns; it has {', '.join(names):.1000}"
+        )
+    return [(field, names.index(name)) for field, name in known]
+
+
+def common_schema(
+    shards: Sequence[Shard],
+    schemas: Sequence[_T | None],
+    described: Callable[[_T], str],
+    advice: str = "serve them as two datasets",
+) -> _T | None:
+    """The schema of all shards that have one.
+
+    Raises:
+        CorruptSample: a shard has another than the first one.
+    """
+    first, owner = None, ""
+    for shard, schema in zip(shards, schemas, strict=True):
+        if schema is None or schema == first:
+            continue
+        if first is not None:
+            reason = f"it has {described(schema)}, and shard {owner} has {described(first)}"
+            raise CorruptSample(
+                f"shard {shard.name} does not fit: {reason}; {advice}",
+                {"shard": shard.name, "reason": reason},
+            )
+        first, owner = schema, shard.name
+    return first
+
+
+def are_compressed(shards: Sequence[Shard], flags: Sequence[bool]) -> bool:
+    """Whether the shards are compressed.
+
+    Raises:
+        ConfigError: only some are.
+    """
+    some = [shard.name for shard, flag in zip(shards, flags, strict=True) if flag]
+    if some and len(some) < len(shards):
+        raise ConfigError(
+            f"some shards are compressed, such as {some[0]}, and some are not. Compress all of "
+            "them or none, or serve them as two datasets"
+        )
+    return bool(some)
+
+
+def described(spec: FieldSpec) -> str:
+    """A field in words, for messages."""
+    kind = spec.codec if spec.codec in ("text", "json") else spec.dtype.name
+    shape = "".join(f"[{size}]" for size in spec.shape)
+    classes = f", of the classes {', '.join(spec.categories):.300}" if spec.categories else ""
+    return f"{kind}{shape}{', ragged' * spec.ragged}{classes}"
+
+
+def described_all(fields: Sequence[FieldSpec]) -> str:
+    """The fields of a shard in words, for messages."""
+    return "the columns " + ", ".join(f"{spec.name} ({described(spec)})" for spec in fields)

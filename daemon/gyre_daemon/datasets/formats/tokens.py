@@ -35,8 +35,7 @@ from gyre_daemon.datasets.formats.base import (
     require,
 )
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
-from gyre_daemon.datasets.formats.sample_table import SampleTable, StridedIndex
-from gyre_daemon.datasets.formats.schemas import common_schema
+from gyre_daemon.datasets.formats.sample_table import SampleTable, StridedIndex, common_schema
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
