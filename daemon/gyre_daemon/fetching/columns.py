@@ -216,18 +216,6 @@ class Measurings:
         self._found.clear()
 
 
-class Measured(Struct, frozen=True):
-    """The measured lengths of a dataset.
-
-    Attributes:
-        lengths: of all samples; 0 for those that are corrupt.
-        failures: the samples that cannot be transformed, in the order of their ids.
-    """
-
-    lengths: Lengths
-    failures: list[CorruptRecord]
-
-
 class _Part(Struct, frozen=True):
     """Samples of one shard, by their ids."""
 
@@ -292,8 +280,9 @@ class Measurer:
         """
         if not must_be_measured(dataset, config):
             return dataset
-        found: Measured = await self._measuring(dataset, config, None).result()
-        return with_measured(dataset, config, found)
+        return with_measured(
+            dataset, config, *await self._measuring(dataset, config, None).result()
+        )
 
     def progress(
         self, dataset: TransformedDataset, config: DatasetConfig, shards: range
@@ -643,7 +632,7 @@ class _MadeLengths:
         by, reason = error.facts.get("transform"), str(error.facts["reason"])
         return Damage(place, offset, f"{by}: {reason}" if by else reason)
 
-    async def joined(self, parts: _Parts, *, are_all: bool) -> Measured:
+    async def joined(self, parts: _Parts, *, are_all: bool) -> tuple[Lengths, list[CorruptRecord]]:
         """Report the failures of all shards, too."""
         dataset = self.dataset
         shape = dataset.stored.index.num_samples, self._num_lengths
@@ -664,7 +653,7 @@ class _MadeLengths:
             if failures:
                 about = {"dataset": dataset.name, "samples": len(failures), "report": path}
                 log_event("samples cannot be transformed", about, logging.WARNING)
-        return Measured(lengths, failures)
+        return lengths, failures
 
 
 _Source = _StoredField | _MadeLengths
@@ -676,26 +665,35 @@ def must_be_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool
 
 
 def with_measured(
-    dataset: TransformedDataset, config: DatasetConfig, found: Measured
+    dataset: TransformedDataset,
+    config: DatasetConfig,
+    lengths: Lengths,
+    failures: Sequence[CorruptRecord] = (),
 ) -> TransformedDataset:
     """A dataset with its measured lengths.
+
+    Args:
+        dataset: without them.
+        config: of the dataset.
+        lengths: of all samples; 0 for those that are corrupt.
+        failures: the samples that cannot be transformed, in the order of their ids.
 
     Raises:
         CorruptSample: too many samples cannot be transformed.
     """
     before = dataset.source.failed
-    if found.failures or len(before):
+    if failures or len(before):
         num_before, num_samples = len(dataset.corrupt), dataset.index.num_samples
-        if found.failures:
-            check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
-        failed = np.array([each.sample_id for each in found.failures], np.int64)
+        if failures:
+            check_limit(dataset.name, failures, num_samples, config.max_corrupt, num_before)
+        failed = np.array([each.sample_id for each in failures], np.int64)
         failed = np.union1d(before, failed)
         # the replaced samples are part of the transforms: the data are the same
         digest = hashlib.blake2b(dataset.transforms.encode(), digest_size=8)
         digest.update(failed.astype("<i8").tobytes())
         corrupt = np.union1d(dataset.corrupt, failed)
         dataset = replace(dataset, corrupt=corrupt, transforms=digest.hexdigest())
-    return dataset.with_lengths(found.lengths) if dataset.made_ragged else dataset
+    return dataset.with_lengths(lengths) if dataset.made_ragged else dataset
 
 
 # How long a client may take messages after the work is done: this many seconds, and one more for

@@ -28,7 +28,6 @@ from gyre_daemon.datasets.indexing.catalog import Catalog
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
 from gyre_daemon.fetching.columns import (
     BEGUN,
-    Measured,
     Measurer,
     Measuring,
     must_be_measured,
@@ -158,7 +157,7 @@ class DatasetOpener:
         lengths = self._late.lengths_of(dataset)
         if lengths is None:
             return await self._measurer.measured(dataset, config)
-        return with_measured(dataset, config, Measured(lengths, []))
+        return with_measured(dataset, config, lengths)
 
     async def finding(
         self,

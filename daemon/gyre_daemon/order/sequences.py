@@ -73,18 +73,6 @@ class Sequences:
         return whole * len(self.documents) + 2 * int(largest.sum())
 
 
-class Fitted(NamedTuple):
-    """P sequences of parts.
-
-    Attributes:
-        numbers: int64 [M], the parts, sequence after sequence.
-        counts: int64 [P], how many parts each sequence has.
-    """
-
-    numbers: Int64Array
-    counts: Int64Array
-
-
 class _Filling(Struct, frozen=True):
     """The parts in equally filled sequences.
 
@@ -102,7 +90,7 @@ class _Filling(Struct, frozen=True):
 _Group = tuple[int, _Filling]  # the number of sequences filled alike, and their parts
 
 
-def best_fit(lengths: Int64Array, capacity: int) -> Fitted:
+def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array]:
     """Best-fit decreasing.
 
     Within a sequence longer parts come first; parts of one length are used in the order in which
@@ -111,6 +99,9 @@ def best_fit(lengths: Int64Array, capacity: int) -> Fitted:
     Args:
         lengths: int64 [M], in `[1, capacity]`.
         capacity: the tokens that a sequence has room for.
+
+    Returns:
+        Int64 [M], the parts, sequence after sequence, and int64 [P], how many each of these has.
     """
     by_length = np.argsort(lengths, kind="stable")
     distinct, counts = np.unique(lengths, return_counts=True)
@@ -128,7 +119,7 @@ def best_fit(lengths: Int64Array, capacity: int) -> Fitted:
         rows = np.concatenate(columns[::-1], axis=1)
         numbers.append(rows.reshape(-1))
         sizes.append(np.full(count, rows.shape[1]))
-    return Fitted(np.concatenate(numbers), np.concatenate(sizes))
+    return np.concatenate(numbers), np.concatenate(sizes)
 
 
 def _groups(lengths: list[int], counts: list[int], capacity: int) -> Iterator[_Group]:
@@ -237,9 +228,9 @@ def pack_documents(
         num_overlong += int(np.count_nonzero(lengths > rule.length))
         longest = max(longest, int(lengths.max(initial=0)))
         parts = _parts(documents, lengths, rule)
-        fitted = best_fit(parts.lengths, rule.length)
-        windows.append(parts.at(fitted.numbers))
-        counts.append(fitted.counts)
+        fitted, num_parts = best_fit(parts.lengths, rule.length)
+        windows.append(parts.at(fitted))
+        counts.append(num_parts)
     if rule.overlong == "fail" and num_overlong:
         raise InvalidRequest(
             f"{num_overlong} of {num_documents} documents are longer than {rule.length} tokens, "

@@ -29,7 +29,7 @@ from gyre_daemon.monitoring.metrics import Lately, Occupancy, Recorder, SessionG
 from gyre_daemon.order.planner import BatchPlanner, ShuffleQuality
 from gyre_daemon.runtime.threads import Flow
 from gyre_daemon.sessions.session_request import InUse, SessionRequest
-from gyre_daemon.sessions.shared_stream import DaemonResources, DataRank
+from gyre_daemon.sessions.shared_stream import DaemonResources, DataRank, SharedStreams
 from gyre_daemon.sessions.stream_state import Consumer
 
 
@@ -344,7 +344,8 @@ class Session:
         rank = joinable_rank(request, planner, flow, resources)
         if rank is None:
             share, reader = resources.reservations.take(request, in_use), request.reader
-            streams = resources.streams_of(_spec(request, planner))
+            spec = _spec(request, planner)
+            streams = resources.streams.setdefault(spec.key, SharedStreams(spec, resources))
             consumer = Consumer(self.first_step, self.num_steps, share, iteration_stop)
             has_peers = reader.peer is not None
             rank = DataRank(streams, consumer, flow, reader.fence, may_have_peers=has_peers)

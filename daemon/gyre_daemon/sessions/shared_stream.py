@@ -390,10 +390,6 @@ class DaemonResources(Struct, frozen=True):
     timings: BatchTimings = field(default_factory=BatchTimings)
     limits: Limits = field(default_factory=Limits)
 
-    def streams_of(self, spec: Spec) -> "SharedStreams":
-        """The shared streams of a spec; made if there are none yet."""
-        return self.streams.setdefault(spec.key, SharedStreams(spec, self))
-
 
 class SharedStreams:
     """All shared streams of one spec: reports events to a `StreamState`, does as it instructs.
