@@ -29,6 +29,7 @@ from itertools import pairwise
 from math import gcd, lcm
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -426,6 +427,11 @@ def check_ranks(order: Order, rank: int, world_size: int) -> None:
         )
 
 
+_Encoded = tuple[  # the type of `MixtureState.encoded`
+    tuple[tuple[str, str], ...], int, int, list[list[int]], tuple[int, ...]
+]
+
+
 @dataclass(frozen=True, slots=True)
 class MixtureState:
     """The mixture of one job.
@@ -494,25 +500,16 @@ def decoded(value: Any) -> MixtureState:
     """The state that `encoded` wrote.
 
     Raises:
-        TypeError, ValueError: no job can have it.
+        ValueError: no job can have it.
     """
-    sources, block, num_samples, phases, given = value
-    state = MixtureState(
-        tuple((str(name), str(fingerprint)) for name, fingerprint in sources),
-        _whole(block),
-        _whole(num_samples),
-        tuple(Phase(_whole(step), tuple(map(_whole, weights))) for step, *weights in phases),
-        tuple(map(_whole, given)),
-    )
-    if block < 1 or num_samples < 1 or not are_phases(state.phases, len(state.sources)):
+    try:
+        sources, block, num_samples, steps, given = msgspec.convert(value, _Encoded)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    phases = tuple(Phase(step, tuple(weights)) for step, *weights in steps)
+    if block < 1 or num_samples < 1 or not are_phases(phases, len(sources)):
         raise ValueError("no mixture has these phases")
-    return state
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r:.100} is no whole number")
-    return value
+    return MixtureState(sources, block, num_samples, phases, given)
 
 
 def check_mixture(

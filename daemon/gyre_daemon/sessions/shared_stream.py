@@ -508,8 +508,7 @@ class SharedStream:
         self._streams = streams
         self._spec = spec
         self._resources = resources
-        self._results: dict[Group, BatchGroup] = {}
-        self._timings: dict[Group, BatchTiming] = {}
+        self._results: dict[Group, tuple[BatchGroup, BatchTiming]] = {}
         self._changed = asyncio.Event()
         self._has_sealed = False
         self._is_of_files = "://" not in spec.dataset.storage.path(0)
@@ -533,11 +532,11 @@ class SharedStream:
 
     def result(self, step: int) -> BatchGroup:
         """The batch group in memory with this step."""
-        return self._results[self.stream.groups[step]]
+        return self._results[self.stream.groups[step]][0]
 
     def note_reader(self, step: int, user: str) -> None:
         """Let a user see the timing of a step."""
-        self._timings[self.stream.groups[step]].readers.add(user)
+        self._results[self.stream.groups[step]][1].readers.add(user)
 
     def look_again(self) -> None:
         """Look again whether there are steps to fetch or a consumer waits."""
@@ -545,14 +544,13 @@ class SharedStream:
 
     def free(self, group: Group) -> None:
         """Put the slot of a batch group back, because no consumer needs the group."""
-        del self._results[group], self._timings[group]
+        del self._results[group]
         self.arenas.put_back(self.slots.pop(group))
 
     def close(self) -> None:
         """Stop fetching and give the memory back. The stream is not used after this."""
         self._running.cancel()
         self._results.clear()
-        self._timings.clear()
         self.slots.clear()
         self.arenas.close()
         self.has_started.set()
@@ -640,8 +638,7 @@ class SharedStream:
             error=next(map(str, result.errors.values()), ""),
         )
         self._resources.timings.add(timing)
-        self._timings[group] = timing
-        self._results[group] = result
+        self._results[group] = result, timing
         self._has_sealed = True
         self._streams.state.seal(group)
         self._streams.execute()
