@@ -427,7 +427,7 @@ _MESSAGE_BYTES = 64
 # the other fills the disk and the memory, and keeps others from packing.
 _CHAINS_AT_ONCE, _CHAINS_PER_S = 64, 0.2
 _MAX_CHAINS = 4096  # to remember, of all users
-_MAX_BUCKETS = 1024  # of those that called last
+_MAX_BUCKETS = 4096  # of those that called last
 
 
 class Limits:

@@ -170,7 +170,7 @@ class ClientArenas:
         self._numbers: dict[Arena, int] = {}
         self._num_shown = 0
         # until the client has unmapped them and moved out the batches with these first steps
-        self._leaving: dict[int, tuple[Arena, Sequence[int]]] = {}
+        self._leaving: dict[int, tuple[Arena | None, Sequence[int]]] = {}
         self._left: list[int] = []  # the client is not yet told to unmap them
 
     @property
@@ -215,9 +215,10 @@ class ClientArenas:
         """Note that the client has unmapped these; the first steps that it no longer holds."""
         steps: list[int] = []
         for number in numbers:
-            if left := self._leaving.pop(number, None):
-                left[0].remove_client(self._arena_left)
-                steps += left[1]
+            arena, moved = self._leaving.pop(number, (None, ()))
+            if arena:
+                arena.remove_client(self._arena_left)
+            steps += moved
         return steps
 
     def end(self, release: Callable[[], None], *, holds: bool) -> None:
@@ -256,9 +257,10 @@ class ClientArenas:
         self._remove()
 
     def _remove(self) -> None:
-        arenas = [*self._numbers, *(arena for arena, _ in self._leaving.values())]
+        arenas = [*self._numbers, *(arena for arena, _ in self._leaving.values() if arena)]
         self._numbers.clear()
-        self._leaving.clear()
+        # a client whose side channel broke may still say that it has moved batches out
+        self._leaving = {number: (None, steps) for number, (_, steps) in self._leaving.items()}
         for arena in arenas:
             arena.remove_client(self._arena_left)
 

@@ -183,10 +183,20 @@ def _to_json(
     value: object,
     ensure_ascii: bool = False,  # templates may give it by position
     indent: int | None = None,
-    **more: Any,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
-    """JSON without escapes; jinja2's own filter escapes characters for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+    """JSON without escapes; jinja2's own filter escapes characters for HTML.
+
+    A template may not name other arguments of `json.dumps`: `default` would call what it gives.
+    """
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -144,6 +144,15 @@ def test_shards_with_other_members_are_not_joined(node: Node) -> None:
     assert_same(first, second)
 
 
+def test_damage_is_not_lost_where_scans_are_joined() -> None:
+    """Scans of sound Parquet files lack the array that the damaged one has."""
+    scans = [{"chunk": np.arange(3)} for _ in range(19)]
+    assert shards._joined([*scans, {"chunk": np.arange(3)}])
+    assert shards._joined([*scans, {"chunk": np.arange(3), "damaged": np.ones(1)}]) is None
+    assert shards._joined([{"chunk": np.arange(3), "damaged": np.ones(1)}, *scans]) is None
+    assert shards._joined([*scans, None]) is None
+
+
 def test_large_scans_are_not_joined(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_MAX_JOINED_BYTES", 1000)
     node.open()

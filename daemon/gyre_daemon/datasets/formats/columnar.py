@@ -6,9 +6,9 @@ Arrow IPC file or stream, chunks are decoded only if they are compressed, or a c
 bytes.
 """
 
-import functools
 import io
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,6 +54,8 @@ _MAX_FOOTERS = 64
 _TAIL_BYTES = 8  # behind the footer: its size, and a magic
 # pyarrow reads this much behind column chunks of old writers, which recorded too small sizes.
 _SLACK_BYTES = 128
+
+_footers: dict[tuple[Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
 
 def _rows() -> ModuleType:
@@ -120,15 +122,19 @@ def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
 def _decode_parquet(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
     """The columns of a row group; a `Decode`."""
     (_, footer), *pieces = chunk.pieces
-    metadata, columns = _footer(wanted, bytes(footer))
+    metadata, columns = _footer(wanted, chunk.shard, footer)
     opened = _open(_Pieces(pieces, chunk.shard_bytes), metadata)
     return _read(opened, chunk.number, columns)
 
 
-@functools.lru_cache(_MAX_FOOTERS)
-def _footer(wanted: Wanted, footer: bytes) -> "tuple[Any, list[ServedColumn]]":
-    opened = _open(io.BytesIO(footer))
-    return opened.metadata, _rows().served_columns(opened.schema_arrow, wanted)
+def _footer(wanted: Wanted, shard: str, footer: memoryview) -> "tuple[Any, list[ServedColumn]]":
+    key = (wanted, shard, len(footer), zlib.crc32(footer))
+    if key not in _footers:
+        if len(_footers) >= _MAX_FOOTERS:
+            del _footers[next(iter(_footers))]
+        opened = _open(io.BytesIO(footer))
+        _footers[key] = opened.metadata, _rows().served_columns(opened.schema_arrow, wanted)
+    return _footers[key]
 
 
 class _Pieces(PositionedFile):

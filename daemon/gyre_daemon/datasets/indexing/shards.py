@@ -190,13 +190,13 @@ class ShardIndexer:
         if key and not changes:
             check = partial(_check_joined, len(numbers))
             if joined := await self._sidecars.load(key, None, check):
-                for shard, arrays in enumerate(_split(joined)):
+                for shard, arrays in enumerate(await compute(_split, joined)):
                     yield _indexed(opening, shard, arrays)
                 return
         async with contextlib.aclosing(self._each(opening, changes, numbers)) as found:
             async for each in found:
                 yield each
-        if key and (joined := _joined(opening.scans)):
+        if key and (joined := await compute(_joined, opening.scans)):
             await self._sidecars.try_to_save(key, None, joined)
 
     async def _each(
@@ -400,23 +400,28 @@ def _joined(scans: Sequence[Arrays | None]) -> Arrays | None:
     joined: dict[str, np.ndarray] = {}
     rows: list[list[int]] = []
     num_bytes = 0
-    for name in scans[0] or ():
-        parts = [scan[name] for scan in scans if scan and name in scan]
+    scanned = [scan for scan in scans if scan]
+    if len({frozenset(scan) for scan in scanned}) != 1 or len(scanned) < len(scans):
+        return None
+    for name in scanned[0]:
+        parts = [scan[name] for scan in scanned]
         num_bytes += sum(part.nbytes for part in parts)
         kinds = {(part.dtype, part.shape[1:]) for part in parts}
-        if len(parts) < len(scans) or len(kinds) > 1 or num_bytes > _MAX_JOINED_BYTES:
+        if len(kinds) > 1 or num_bytes > _MAX_JOINED_BYTES:
             return None
         joined[name] = np.concatenate(parts)
         rows.append([len(part) for part in parts])
     return joined | {_ROWS: np.array(rows)}
 
 
-def _split(joined: Arrays) -> Iterator[Arrays]:
+def _split(joined: Arrays) -> list[Arrays]:
     """The arrays of each shard; they were checked before they were joined."""
     names = [name for name in joined if name != _ROWS]
     ends = joined[_ROWS].cumsum(axis=1)
-    for begin, end in zip((ends - joined[_ROWS]).T.tolist(), ends.T.tolist(), strict=True):
-        yield {name: joined[name][begin[n] : end[n]] for n, name in enumerate(names)}
+    return [
+        {name: joined[name][begin[n] : end[n]] for n, name in enumerate(names)}
+        for begin, end in zip((ends - joined[_ROWS]).T.tolist(), ends.T.tolist(), strict=True)
+    ]
 
 
 def _check_joined(num_shards: int, joined: Arrays) -> None:
@@ -494,61 +499,60 @@ class ProbeRunner:
         check = partial(_check_probe, probe, shards)
         arrays = None if refresh else await self._sidecars.load(key, None, check)
         if arrays is None or not await self._is_current(arrays, storage, settings):
-            asked: dict[str, int] = {}
-            arrays = await self._run(probe.run(shards), storage, settings, asked)
+            seen: _Seen = {}
+            arrays = await self._run(probe.run(shards), storage, settings, seen)
             stamps = [
-                (suffix, count, await self._stamp(storage, suffix, count, settings))
-                for suffix, count in asked.items()
+                (suffix, max(files) + 1, _stamp([files[shard] for shard in sorted(files)]))
+                for suffix, files in seen.items()
             ]
-            arrays[_BESIDE] = np.array(json.dumps(stamps))
-            await self._sidecars.try_to_save(key, None, arrays)
-        return arrays
+            beside = {_BESIDE: np.array(json.dumps(stamps))}
+            await self._sidecars.try_to_save(key, None, {**arrays, **beside})
+        return _without_stamps(arrays)
 
     async def _is_current(
         self, arrays: Arrays, storage: Storage, settings: Mapping[str, Any]
     ) -> bool:
         """Whether the files next to the shards are those that a kept probe has read."""
         for suffix, count, stamp in _stamps(arrays):
-            if stamp != await self._stamp(storage, suffix, count, settings):
+            beside = await self._opener.open_beside(storage, range(count), suffix, settings)
+            if stamp != _stamp(beside.shards if beside else [None]):
                 return False
         return _BESIDE in arrays
-
-    async def _stamp(
-        self, storage: Storage, suffix: str, count: int, settings: Mapping[str, Any]
-    ) -> str:
-        """A digest of how the files next to the first shards are listed; empty if one is absent."""
-        beside = await self._opener.open_beside(storage, range(count), suffix, settings)
-        return _digest_of(beside.shards) if beside else ""
 
     async def _run(
         self,
         steps: ProbeSteps,
         storage: Storage,
         settings: Mapping[str, Any],
-        asked: dict[str, int],
-    ) -> dict[str, np.ndarray]:
+        seen: "_Seen",
+    ) -> Arrays:
         """Answer requests until the probe returns; the probe itself computes in a thread.
 
-        `asked` takes each suffix of files next to the shards, and the number of shards, from the
-        first on, whose files were asked for.
+        `seen` takes the files next to the shards, as they were listed before they were read.
         """
         response: ProbeResponse | None = None
         while True:
             request = await compute(_advance, steps, response)
             if not isinstance(request, ProbeRequest):
-                return dict(request)
-            if request.suffix:
-                count = max(request.shard) + 1
-                asked[request.suffix] = max(asked.get(request.suffix, 0), count)
-            response = await self._answer(request, storage, settings)
+                return request
+            response = await self._answer(request, storage, settings, seen)
 
     async def _answer(
-        self, request: ProbeRequest, storage: Storage, settings: Mapping[str, Any]
+        self,
+        request: ProbeRequest,
+        storage: Storage,
+        settings: Mapping[str, Any],
+        seen: "_Seen",
     ) -> ProbeResponse | None:
         if not request.suffix:
             return await _read(storage, request.shard, request)
         shards = list(dict.fromkeys(request.shard))
         beside = await self._opener.open_beside(storage, shards, request.suffix, settings)
+        files = seen.setdefault(request.suffix, {})
+        for number, file in zip(
+            shards, beside.shards if beside else [None] * len(shards), strict=True
+        ):
+            files.setdefault(number, file)
         if beside is not None:
             return await _read(beside, [shards.index(shard) for shard in request.shard], request)
         if request.is_optional:
@@ -563,7 +567,7 @@ class ProbeRunner:
 def _check_probe(probe: Probe, shards: Sequence[Shard], arrays: Arrays) -> None:
     if any(not 0 < count <= len(shards) for _, count, _ in _stamps(arrays)):
         raise ValueError("it has files of more shards than there are")
-    probe.check(arrays, shards)
+    probe.check(_without_stamps(arrays), shards)
 
 
 def _stamps(arrays: Arrays) -> list[tuple[str, int, str]]:
@@ -575,6 +579,20 @@ def _stamps(arrays: Arrays) -> list[tuple[str, int, str]]:
     if _BESIDE not in arrays:
         return []
     return _STAMPS.decode(str(arrays[_BESIDE]))
+
+
+def _without_stamps(arrays: Arrays) -> Arrays:
+    return {name: array for name, array in arrays.items() if name != _BESIDE}
+
+
+# By suffix, the files next to the shards with these numbers; None where there is none.
+_Seen = dict[str, dict[int, Shard | None]]
+
+
+def _stamp(files: Sequence[Shard | None]) -> str:
+    """A digest of how files are listed; empty if one is absent."""
+    found = [(file.size_bytes, file.version) for file in files if file]
+    return _digest_of(found) if len(found) == len(files) else ""
 
 
 def _advance(steps: ProbeSteps, response: ProbeResponse | None) -> ProbeRequest | Arrays:
@@ -599,13 +617,13 @@ def _key_of_all(
 ) -> SidecarKey:
     """The key of the one sidecar of all shards, by a digest of how they were listed."""
     num_bytes = sum(shard.size_bytes for shard in shards)
-    return SidecarKey(location, name, num_bytes, _digest_of(shards), version)
+    listed = [(shard.name, shard.size_bytes, shard.version) for shard in shards]
+    return SidecarKey(location, name, num_bytes, _digest_of(listed), version)
 
 
-def _digest_of(shards: Sequence[Shard]) -> str:
-    """A digest of how shards are listed."""
-    listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards])
-    return hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
+def _digest_of(listed: Sequence[tuple[object, ...]]) -> str:
+    """A digest of how files are listed."""
+    return hashlib.blake2b(json.dumps(listed).encode(), digest_size=16).hexdigest()
 
 
 class IndexProgress(Struct, frozen=True):

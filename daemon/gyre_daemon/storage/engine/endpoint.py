@@ -520,7 +520,8 @@ class RemoteStorage(Storage):
             self._finish(shared, data, error)
         else:
             decide = functools.partial(self._finish, shared, data)
-            self._changes.check(shared.key[0], shared.request.told, decide)
+            request = shared.request
+            self._changes.check(shared.key[0], request.wanted.shard, request.told, decide)
 
     def _hasten(self, pending: "_PendingRead", flow: Flow, urgency: int) -> None:
         """Somebody needs the ranges of a read."""
@@ -639,9 +640,8 @@ class ChangeCheck:
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_warned = False
 
-    def check(self, number: int, told: Validators, decide: Decide) -> None:
+    def check(self, number: int, shard: Shard, told: Validators, decide: Decide) -> None:
         """Decide about bytes of an object that came with these validators, now or later."""
-        shard = self._shards[number]
         known = self._known.get(number, shard.validators)
         same = is_same(known, told)
         if same is not None:

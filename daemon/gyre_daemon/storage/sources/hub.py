@@ -27,14 +27,16 @@ from msgspec.structs import replace
 
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.threads import DaemonThreads
-from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source
+from gyre_daemon.storage.location import Location, redact
+from gyre_daemon.storage.response import OnResponse, Response, SentRequest, Source, describe
 from gyre_daemon.storage.shard import Validators
 from gyre_daemon.storage.sources.http_source import (
     CA_FILE,
     MAX_REDIRECTS,
     HttpOptions,
     PlainSource,
+    RedirectPolicy,
+    Refused,
     host_of,
 )
 from gyre_daemon.storage.sources.plain_http import ConnectionBudget
@@ -252,13 +254,6 @@ class HubClient:
             endpoint=self._endpoint,
         )
         return url
-
-    async def location(self, url: str) -> str:
-        """Where the hub has the bytes of a file: the URL itself, or where it redirects to."""
-        ask = functools.partial(
-            self._hub.get_hf_file_metadata, url, timeout=TIMEOUT_S, **self._login
-        )
-        return str((await self._ask(ask)).location)
 
     def follow(self, url: str, location: str) -> str:
         """The URL that a redirect leads to; see `RedirectPolicy.follow`."""
@@ -489,6 +484,8 @@ class HubSource(Source):
         self._client = client
         self._own: dict[str, str] = {}  # URLs of files on the hub itself
         self._plain = PlainSource(None, self._url, budget, options, self._headers)
+        no_redirects = replace(options, redirects=_NoRedirects())
+        self._heads = PlainSource(None, _itself, budget, no_redirects, self._headers)
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
@@ -508,6 +505,7 @@ class HubSource(Source):
     def close(self) -> None:
         """See `Source.close`."""
         self._plain.close()
+        self._heads.close()
 
     async def _url(self, path: str) -> str:
         url = self._own.get(path) or await self._find(path)
@@ -521,15 +519,41 @@ class HubSource(Source):
         """The URL of a file's bytes, for an hour."""
         url = await self._client.url(HubPath.of(path))
         for _ in range(MAX_REDIRECTS):
-            location = await self._client.location(url)
-            if location == url:
+            response = await self._head(url)
+            if response.status == 200:
                 return url
-            url = self._client.follow(url, location)
+            url = self._client.follow(url, response.location)
             if not self._client.is_own(url):
                 return url
         raise HubError(0, "the hub redirects in a loop")
+
+    async def _head(self, url: str) -> Response:
+        """The answer of the hub, which is a success or a redirect."""
+        await self._client.budget.turn()
+        async with asyncio.timeout(TIMEOUT_S):
+            response, _ = await self._heads.head(url)
+        self._heads.forget(url)
+        if response.status in (429, 503):
+            self._client.budget.hold(response.retry_after_s)
+        if response.status != 200 and not response.location:
+            if response.refused:
+                raise Refused(response.refused)
+            raise HubError(response.status, describe(response))
+        return response
 
     def _headers(self, url: str) -> str:
         """The token goes to the hub alone."""
         is_own = self._client.token and self._client.is_own(url)
         return f"Authorization: Bearer {self._client.token}\r\n" if is_own else ""
+
+
+class _NoRedirects(RedirectPolicy, frozen=True):
+    """Redirects are answers: they say where a file is."""
+
+    def follow(self, url: str, location: str) -> str:
+        """Refuse all; see `RedirectPolicy.follow`."""
+        raise Refused(f"{redact(url)} redirects to {redact(location)}")
+
+
+async def _itself(url: str) -> str:
+    return url

@@ -312,6 +312,8 @@ class RemoteOpener:
         except GyreError:
             raise
         except (TypeError, ValueError) as error:
+            if scheme in ARCHIVES:  # its bytes are at fault
+                raise listing_error(asked.location.text, error) from error
             raise ConfigError(
                 f"the storage settings of a {scheme}:// dataset cannot be used: "
                 f"{words(hide(str(error), settings))}"
