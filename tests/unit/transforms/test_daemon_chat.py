@@ -153,6 +153,21 @@ def test_the_system_prompt_of_sharegpt_may_stand_apart(tmp_path: Path) -> None:
     assert tokens({"system": "", "conversations": turns}) == without != wanted
 
 
+@pytest.mark.parametrize("given", ["false, 2, [',', ':'], true", "separators=[',', ':'], indent=2"])
+def test_tojson_takes_the_arguments_that_it_has_in_transformers(tmp_path: Path, given: str) -> None:
+    path, library = save(tmp_path, "{{ tools | tojson(" + given + ") }}" + TEMPLATE)
+    sample = transformed(Chat("text", path), json.dumps({"messages": TALK, "tools": TOOLS}))
+    wanted = library.apply_chat_template(TALK, tools=TOOLS)
+    assert sample["tokens"].tolist() == wanted
+
+
+@pytest.mark.parametrize("given", ["default='{0}'.format", "cls=dict"])
+def test_tojson_takes_no_code(tmp_path: Path, given: str) -> None:
+    path = write(tmp_path, "{{ tools | tojson(" + given + ") }}")
+    with pytest.raises(ValueError, match="unexpected keyword"):
+        transformed(Chat("text", path), json.dumps({"messages": TALK, "tools": TOOLS}))
+
+
 # Qwen3's way: what was thought before the last message of a user is left out, and what follows it
 # begins with thoughts, be they empty.
 REWRITING = (
