@@ -28,13 +28,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from gyre_protos.program import die_with
 from gyre_protos.v1 import loader_pb2 as pb
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -419,8 +420,11 @@ def compare(
         task = {**task, **task_of(description, task["options"], cache)}
         is_warm = _warm(task["files"], description.num_bytes)
         spawn = multiprocessing.get_context("spawn")
+        # Gyre has a process without the others: DataLoader's workers are forked, and a process
+        # that uses gRPC must not fork.
+        ready = partial(_begin, multiprocessing.get_start_method(), os.getpid())
         opponents, gyre = (
-            stack.enter_context(ProcessPoolExecutor(1, spawn, _begin)) for _ in range(2)
+            stack.enter_context(ProcessPoolExecutor(1, spawn, ready)) for _ in range(2)
         )
         for kind in dict.fromkeys(each.kind for each in contenders if each.kind in (MAP, TABLE)):
             if differs := _asked(gyre, differing, task, kind):
@@ -469,8 +473,13 @@ def task_of(
     }
 
 
-def _begin() -> None:
-    """Makes a process ready to measure: libraries print no warnings, and torch uses one core."""
+def _begin(start_method: str, parent: int) -> None:
+    """Makes a process ready to measure: libraries print no warnings, and torch uses one core.
+
+    DataLoader starts its workers as it does in the parent. The process ends with the parent.
+    """
+    die_with(parent)
+    multiprocessing.set_start_method(start_method, force=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     torch.set_num_threads(1)
 

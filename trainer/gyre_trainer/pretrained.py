@@ -225,7 +225,7 @@ def load(
             tensors that it lacks are left out.
         key_mapping: regular expressions of names in the files, and what replaces them; of those
             that fit a name, the first one does. None for none but those that transformers knows.
-        device: where parameters on `meta` go that do not rotate.
+        device: for parameters on `meta` that do not rotate.
 
     Returns:
         The differences, if not ``strict``; empty lists otherwise.

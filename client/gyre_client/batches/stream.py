@@ -65,9 +65,15 @@ class _Queue(Generic[_Batch]):
 
     The thread that takes batches may be interrupted at any line. It only looks at the front of the
     queue and replaces `position`; all else follows from that position, or is the other thread's.
+
+    Attributes:
+        position: Where the consumer stands.
+        is_ahead: Whether the thread that takes batches has others to go on with, so that its time
+            in `peek` does not count as waiting.
     """
 
     position: Position
+    is_ahead = False
     _thread: threading.Thread  # puts batches into the queue
 
     def __init__(self) -> None:
@@ -112,7 +118,8 @@ class _Queue(Generic[_Batch]):
                 began_s = time.monotonic()
                 self._send_if_due(1)
                 self._has_arrived.wait(LONG_WAIT_S)
-                self.note_wait(time.monotonic() - began_s)
+                if not self.is_ahead:
+                    self.note_wait(time.monotonic() - began_s)
                 continue
             if item is None:
                 return None
@@ -148,12 +155,9 @@ class BatchStream(_Queue[Batch]):
     Attributes:
         opened: The daemon's grants when the stream began.
         position: Where the consumer stands.
-        is_ahead: Whether the consumer has other batches to go on with, so that its time in `peek`
-            does not count as waiting.
     """
 
     opened: pb.SessionOpened
-    is_ahead = False
 
     def __init__(
         self,
@@ -258,8 +262,7 @@ class BatchStream(_Queue[Batch]):
 
     def note_wait(self, seconds: float) -> None:
         """See `_Queue`."""
-        if not self.is_ahead:
-            self._waited_s += seconds
+        self._waited_s += seconds
 
     def close(self) -> None:
         """Ends the session and the receiver. Batches that were taken stay valid.

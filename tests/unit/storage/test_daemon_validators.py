@@ -55,7 +55,7 @@ def decided(listed: Validators, *told: Validators) -> list[bool]:
         shard = Shard("a", 10, "", validators=listed)
         changes = ChangeCheck("there", ["a"], [shard], None)
         for each in told:
-            changes.check(0, each, found.append)
+            changes.check(0, shard, each, found.append)
         return [error is None for error in found]
 
     return asyncio.run(whole())
@@ -93,10 +93,10 @@ def test_a_look_begins_after_the_bytes_that_it_decides_about() -> None:
             return lambda error: found.append((name, error))
 
         changes = ChangeCheck("there", ["a"], [shard], look)
-        changes.check(0, UNKNOWN, decide("first"))
+        changes.check(0, shard, UNKNOWN, decide("first"))
         await asyncio.sleep(0)
         for name in ("second", "third"):
-            changes.check(0, UNKNOWN, decide(name))
+            changes.check(0, shard, UNKNOWN, decide(name))
         await asyncio.sleep(0)
         assert len(looks) == 1
         looks[0].set_result((10, listed))
@@ -108,7 +108,7 @@ def test_a_look_begins_after_the_bytes_that_it_decides_about() -> None:
             ("second", "shard a has changed"),
             ("third", "shard a has changed"),
         ]
-        changes.check(0, UNKNOWN, decide("fourth"))
+        changes.check(0, shard, UNKNOWN, decide("fourth"))
         await until(lambda: len(looks) == 3)
         looks[2].set_result((9, listed))
         await until(lambda: len(found) == 4)

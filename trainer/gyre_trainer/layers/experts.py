@@ -465,7 +465,7 @@ def _numbers(output: Any) -> list[Tensor]:
 
 
 def _others(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
-    """The topmost modules next to the experts, called and rotating, or have such inside.
+    """The topmost modules next to the experts that are called, and rotate or have such inside.
 
     One inside would be too late: what is around it may be computed again in backward.
     """

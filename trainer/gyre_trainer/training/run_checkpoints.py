@@ -161,7 +161,7 @@ class SafePlanner(DefaultLoadPlanner):
     """A `DefaultLoadPlanner` that runs no code of the checkpoint."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read one value but tensors: numbers, texts, and lists and dicts of these."""
+        """Read a value other than a tensor: numbers, texts, and lists and dicts of these."""
         try:
             plain = torch.load(value, weights_only=True)
         except Exception as error:  # of an unpickler on damaged bytes
