@@ -248,12 +248,10 @@ def test_a_check_of_the_configuration_says_which_mount_hangs(
     config.write_text("\n".join(lines))
     there.stop()
     try:
-        for more in ([], ["--open"]):
-            ended = gyred_command("check-config", "--config", str(config), *more)
-            assert ended.returncode == len(more)
-            told = [line for line in ended.stderr.splitlines() if "does not answer" in line]
-            assert len(told) == 3
-            assert all("there" in line and str(there.path) in line for line in told)
-        assert ended.stdout.count("opens:") == 3
+        ended = gyred_command("check-config", "--config", str(config))
+        assert ended.returncode == 0
+        told = [line for line in ended.stderr.splitlines() if "does not answer" in line]
+        assert len(told) == 3
+        assert all("there" in line and str(there.path) in line for line in told)
     finally:
         there.go_on()

@@ -61,7 +61,7 @@ def test_callers_that_are_not_heard_of_again_are_forgotten() -> None:
     for number in range(5000):
         now += 1.0
         rates.take(str(number), 10.0)
-    assert len(rates) <= 1024
+    assert len(rates) == 4096
 
 
 def test_large_messages_slow_a_control_stream_down_and_small_ones_do_not() -> None:
