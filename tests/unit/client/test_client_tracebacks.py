@@ -34,7 +34,7 @@ def test_the_message_is_the_last_line_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "from gyre_client import Loader\n\n\n"
-        "def build():\n    return Loader('d', batch_size=0)\n\n\nbuild()\n"
+        "def build():\n    return Loader('d', batch_size=0, address='unix:/none')\n\n\nbuild()\n"
     )
     result = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
