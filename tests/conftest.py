@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -105,7 +106,7 @@ TOGETHER = {
 }
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Give this run a folder for temporary files, which goes with them.
 
     A process that is killed leaves what it made there. pytest's own folders stay where they are.
@@ -115,7 +116,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="gyre-tests-")
     Path(folder).chmod(0o1777)  # some tests run as other users
-    config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    # after multiprocessing has removed its own folder there, which has the priority -100
+    multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, -200)
     os.environ["TMPDIR"] = folder
     tempfile.tempdir = None
 
