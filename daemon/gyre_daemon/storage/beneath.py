@@ -15,6 +15,7 @@ import functools
 import os
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,6 +160,31 @@ class Root(Struct, frozen=True):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         with _closing(self.open(folder, flags)) as descriptor, os.scandir(descriptor) as entries:
             yield entries
+
+
+class SharedRoot:
+    """A root that is opened once for all who hold it at a time. Safe for several threads."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._num_holders = 0
+        self._opened = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[OpenBeneath]:
+        """See `Root.held`; the last who holds it closes the folder."""
+        with self._lock:
+            if not self._num_holders:
+                self._open_beneath = self._opened.enter_context(self._root.held())
+            self._num_holders += 1
+        try:
+            yield self._open_beneath
+        finally:
+            with self._lock:
+                self._num_holders -= 1
+                if not self._num_holders:
+                    self._opened.close()
 
 
 class LocalFile(Struct, frozen=True):

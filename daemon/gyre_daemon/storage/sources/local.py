@@ -53,7 +53,14 @@ from msgspec import Struct
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.threads import DaemonThreads, FairExecutor, LoopThreads
-from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root, file_error
+from gyre_daemon.storage.beneath import (
+    READ_FLAGS,
+    LocalFile,
+    NotRegular,
+    Root,
+    SharedRoot,
+    file_error,
+)
 from gyre_daemon.storage.engine.endpoint import Endpoint, RemoteStorage
 from gyre_daemon.storage.mounts import MOUNTS, Latency, Mount, MountIsSlow
 from gyre_daemon.storage.open_shards import (
@@ -592,6 +599,7 @@ class SingleFiles(FileStorage):
         assert table.stamps is not None
         super().__init__(FileShards(table), workers, metrics, slow)
         self._root = root
+        self._shared_root = SharedRoot(root)  # two system calls less for each read
         self._table = table
         self._stamps = table.stamps
         self._latency = MOUNTS.at(root.folder).latency
@@ -647,7 +655,7 @@ class SingleFiles(FileStorage):
         table = self._table
         stamp = [int(table.sizes[shard]), *self._stamps[shard].tolist()]
         try:
-            with self._root.held() as open_beneath:
+            with self._shared_root.held() as open_beneath:
                 descriptor = open_beneath(table.names[shard], READ_FLAGS)
                 try:
                     data = _pread(descriptor, self._latency, start, stop)
