@@ -23,6 +23,7 @@ from benchmarks.loader.processes import await_ready
 
 # Longer than a look takes, so that each timer is seen.
 _IDLE_S, _NUM_BATCHES = 12.0, 500
+_NUM_BYTES = 256 << 20
 _DATASET = """
 listen = ["unix:{folder}/gyre.sock"]
 index_dir = "{folder}/index"
@@ -82,8 +83,7 @@ def _calls_of_daemon(folder: Path, process: "subprocess.Popen[bytes]") -> dict[s
 
 
 def _measure(folder: Path) -> None:
-    (folder / "tokens.bin").touch()
-    os.truncate(folder / "tokens.bin", 1 << 30)
+    (folder / "tokens.bin").write_bytes(bytes(_NUM_BYTES))  # the page cache has all of it
     (folder / "gyre.toml").write_text(_DATASET.format(folder=folder))
     command = [sys.executable, "-m", __spec__.name, "--serve", str(folder)]
     with (folder / "log").open("wb") as log:
@@ -99,7 +99,7 @@ def _measure(folder: Path) -> None:
 
         os.environ["GYRE_ADDRESS"] = f"unix:{folder}/gyre.sock"
         idle = looked(1), looked(_IDLE_S)
-        with Loader("tokens", batch_size=256, seed=1) as loader:
+        with Loader("tokens", batch_size=256, seed=1, epochs=None) as loader:
             batches = iter(loader)
             next(batches)
             _print("first", looked(1), idle[1])
