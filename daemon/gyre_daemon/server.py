@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from msgspec import Struct
 
@@ -490,11 +490,6 @@ class _Daemon:
         )
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if not self._private:  # clients of a private daemon know its calls, and it starts sooner
-            from grpc_reflection.v1alpha import reflection  # noqa: PLC0415
-
-            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
         bound = [self._bind(server, address) for address in addresses]
         await server.start()
         self._servers.append(server)

@@ -90,16 +90,6 @@ def test_no_token_a_wrong_one_and_an_expired_one_are_refused_at_once(
     assert OTHER not in log
 
 
-def test_reflection_asks_for_a_token_too(secure: SecureDaemon) -> None:
-    credentials = grpc.ssl_channel_credentials(secure.authority.path.read_bytes())
-    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    with grpc.secure_channel(secure.address.removeprefix("tls:"), credentials) as channel:
-        call = channel.stream_stream(path, request_serializer=None, response_deserializer=None)
-        with pytest.raises(grpc.RpcError) as refused:
-            list(call(iter([b"\x3a\x00"]), timeout=DEADLINE_S))
-    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
 def test_a_token_file_that_changes_counts_without_a_restart(secure: SecureDaemon) -> None:
     """Two tokens are valid at once; one that was taken away is not; a broken file keeps them."""
     mine = secure.token_file.with_name("mine")

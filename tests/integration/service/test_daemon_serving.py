@@ -1,4 +1,4 @@
-"""A daemon process and its operator: addresses, locks, health, reflection, logs, shutdown."""
+"""A daemon process and its operator: addresses, locks, health, logs, shutdown."""
 
 import os
 import pty
@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gyre_client import Loader
 from gyre_client.errors import UnknownDataset
 from gyre_protos.v1 import loader_pb2 as pb
@@ -41,22 +39,13 @@ def tokens_dataset(folder: Path) -> dict[str, object]:
     return {"uri": str(folder), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
 
 
-def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -> None:
+def test_health_and_datasets(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
     with identified_channel(daemon.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", SERVICE):
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
-        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([request]), timeout=120
-        )
-        file = descriptor_pb2.FileDescriptorProto.FromString(
-            answer.file_descriptor_response.file_descriptor_proto[0]
-        )
-        assert "OpenSession" in [method.name for method in file.service[0].method]
 
         stub = pb_grpc.LoaderStub(channel)
         (summary,) = stub.ListDatasets(pb.ListDatasetsRequest(), timeout=120).datasets
