@@ -138,10 +138,7 @@ class PreparedLoader:
 
 
 def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Returns the samples of a batch as dicts of views; a ragged field's are its own elements.
-
-    Where a sample is several rows, each row becomes one, with the id of its sample.
-    """
+    """Returns the samples of a batch as dicts of views; a ragged field's are its own elements."""
     ragged = {name.removesuffix(".offsets") for name in batch if name.endswith(".offsets")}
     columns: dict[str, list[torch.Tensor]] = {}
     for name, tensor in batch.items():
@@ -149,10 +146,6 @@ def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor
             columns[name] = list(tensor.tensor_split(batch[f"{name}.offsets"][1:-1]))
         elif name.removesuffix(".offsets") not in ragged:
             columns[name] = list(tensor.unbind())
-    num_rows = max(map(len, columns.values()), default=0)
-    for name, values in columns.items():
-        if 0 < len(values) < num_rows:
-            columns[name] = [each for each in values for _ in range(num_rows // len(values))]
     return [
         dict(zip(columns, sample, strict=True)) for sample in zip(*columns.values(), strict=True)
     ]
