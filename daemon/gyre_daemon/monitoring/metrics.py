@@ -135,11 +135,11 @@ class _Sums:
 class WindowTimes(_Sums):
     """Integrals over time since a session's start; they never fall."""
 
-    ready_batch_s: float = counter(
+    window_ready_batch_s: float = counter(
         "gyre_job_window_ready_batch_seconds",
         "Ready batches in a job's prefetch windows, integrated over time.",
     )
-    size_batch_s: float = counter(
+    window_size_batch_s: float = counter(
         "gyre_job_window_size_batch_seconds",
         "Sizes of a job's prefetch windows, integrated over time.",
     )
@@ -201,8 +201,8 @@ class Occupancy:
         times, elapsed_s = self._times, now - self._since
         late_s = elapsed_s if self._is_batch_late else 0.0
         return WindowTimes(
-            times.ready_batch_s + self._num_ready * elapsed_s,
-            times.size_batch_s + self._size * elapsed_s,
+            times.window_ready_batch_s + self._num_ready * elapsed_s,
+            times.window_size_batch_s + self._size * elapsed_s,
             times.wait_storage_s + late_s * self._storage_share,
             times.wait_trainer_s + (elapsed_s if self._is_trainer_late else 0.0),
             times.wait_processor_s + late_s * (1.0 - self._storage_share),

@@ -27,7 +27,7 @@ from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.fetching.columns import Measuring
 from gyre_daemon.fetching.fetch import BatchGroup, BatchTiming
 from gyre_daemon.fetching.layout import BatchLayout
-from gyre_daemon.monitoring.metrics import Census, Lately, WindowTimes, series_of
+from gyre_daemon.monitoring.metrics import Census, series_of
 from gyre_daemon.order.cursor import NUM_BEFORE
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.steps import SkippedSteps
@@ -46,10 +46,12 @@ Kind = TypeVar("Kind", bound=Message)
 _MESSAGES: WeakKeyDictionary[BatchGroup, pb.BatchGroup] = WeakKeyDictionary()
 
 
-def like(kind: type[Kind], value: object, /, **others: Any) -> Kind:
-    """A message with the attributes of a value that have the names of its fields, and others."""
+def like(kind: type[Kind], /, *values: object, **others: Any) -> Kind:
+    """A message with the attributes of values that have the names of its fields, and others."""
     names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
-    same = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    same = {
+        name: getattr(value, name) for value in values for name in names if hasattr(value, name)
+    }
     return kind(**same, **others)
 
 
@@ -221,13 +223,12 @@ def _name_of(dtype: np.dtype[np.generic]) -> str:
 def from_session(session: Session) -> pb.SessionState:
     """The state of a session, without its spread, which `spreads_of` computes."""
     reader = session.request.reader
-    gauges, totals = session.gauges, session.totals
+    gauges, totals, lately = session.gauges, session.totals, session.lately
     packed = session.request.dataset.packed
     return like(
         pb.SessionState,
-        session,
+        *(session, gauges, totals, totals.times),
         user=session.request.owner.name,
-        num_substitutes=totals.num_substitutes,
         dataset=session.request.dataset.name,
         transforms=session.request.dataset.transform_names,
         reader=pb.Reader(**asdict(reader)),
@@ -236,17 +237,10 @@ def from_session(session: Session) -> pb.SessionState:
         cursor=session.cursor_at(session.resume_step),
         num_batches_sent=totals.num_batches,
         num_bytes_sent=totals.num_bytes,
-        num_ready=gauges.num_ready,
-        num_held=gauges.num_held,
-        window_batches=gauges.window_batches,
-        memory_bytes=gauges.memory_bytes,
-        memory_limit_bytes=gauges.memory_limit_bytes,
-        **_times(totals.times),
-        trainer_waited_s=totals.trainer_waited_s,
         quality=pb.ShuffleQuality(**asdict(session.quality)),
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
         stages=from_stages(session),
-        lately=_from_lately(session.lately),
+        lately=like(pb.Lately, lately, lately.times),
         filled=packed.efficiency if packed else None,
         metrics={each.name: each.value for each in series_of(totals, gauges)},
     )
@@ -267,21 +261,6 @@ def from_skipped(skipped: SkippedSteps) -> pb.SkippedSteps | None:
     """The steps that a job leaves out; None if there is none."""
     ranges = [pb.StepRange(first=first, stop=stop) for first, stop in skipped]
     return pb.SkippedSteps(ranges=ranges) if ranges else None
-
-
-def _from_lately(lately: Lately) -> pb.Lately:
-    return like(pb.Lately, lately, **_times(lately.times))
-
-
-def _times(times: WindowTimes) -> dict[str, float]:
-    """The fields that a session's totals and its last seconds have in common."""
-    return {
-        "window_ready_batch_s": times.ready_batch_s,
-        "window_size_batch_s": times.size_batch_s,
-        "wait_storage_s": times.wait_storage_s,
-        "wait_processor_s": times.wait_processor_s,
-        "wait_trainer_s": times.wait_trainer_s,
-    }
 
 
 def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:

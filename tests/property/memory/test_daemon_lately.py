@@ -43,7 +43,7 @@ def test_a_steady_trainer_has_its_rate_whatever_the_batch_groups(
     assert lately.batches_per_s == pytest.approx(rate, abs=error if now > SPAN_S else 2 / now)
     assert lately.bytes_per_s == pytest.approx(lately.batches_per_s * BYTES)
     assert SPAN_S <= lately.elapsed_s <= SPAN_S + 4 or now < SPAN_S + 2
-    assert lately.times.ready_batch_s == pytest.approx(lately.elapsed_s)
+    assert lately.times.window_ready_batch_s == pytest.approx(lately.elapsed_s)
     assert lately.trainer_waited_s == pytest.approx(lately.elapsed_s / 8)
 
 

@@ -53,13 +53,13 @@ def test_no_integral_falls_and_waits_do_not_overlap(
         now += seconds
         readings.append(occupancy.at(now))
     for before, after in pairwise(readings):
-        assert before.ready_batch_s <= after.ready_batch_s
-        assert before.size_batch_s <= after.size_batch_s
+        assert before.window_ready_batch_s <= after.window_ready_batch_s
+        assert before.window_size_batch_s <= after.window_size_batch_s
         assert before.wait_storage_s <= after.wait_storage_s
         assert before.wait_trainer_s <= after.wait_trainer_s
         assert before.wait_processor_s <= after.wait_processor_s
     last = readings[-1]
-    assert last.ready_batch_s <= last.size_batch_s
+    assert last.window_ready_batch_s <= last.window_size_batch_s
     assert last.wait_storage_s + last.wait_trainer_s + last.wait_processor_s <= now
 
 
