@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gyre_protos.text import counted
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gyre_daemon.config import DaemonConfig, LimitsConfig, UserLimits
 from gyre_daemon.config.load import sources_below
@@ -199,40 +198,38 @@ class Rules(Struct, frozen=True):
         return not self.jobs or any(fnmatch.fnmatchcase(job, pattern) for pattern in self.jobs)
 
 
-def own_user_and_group() -> Rules:
-    """The callers that a dataset without `allow` admits: the daemon's user and group, and root."""
-    return Rules(uids=frozenset((0, os.geteuid())), gids=frozenset((os.getegid(),)))
-
-
-def own_user() -> Rules:
-    """The operators where `admin` is absent: the daemon's user, and root."""
-    return Rules(uids=frozenset((0, os.geteuid())))
-
-
 def parse_allow(entries: Sequence[str], key: str) -> Rules:
-    """The rules of a list `allow`, called `key`; the default where no entry admits a caller.
+    """The rules of a list `allow`, called `key`.
+
+    Where no entry admits a caller, the daemon's user and group and root are admitted.
 
     Raises:
         ConfigError: an entry has an unknown word, user or group; the error names the nearest known
             one; or a pattern that matches no possible name.
     """
     rules = _parse(entries, key)
-    return rules if rules.admits_somebody else replace(own_user_and_group(), jobs=rules.jobs)
+    if rules.admits_somebody:
+        return rules
+    return Rules(uids=_own_uids(), gids=frozenset((os.getegid(),)), jobs=rules.jobs)
 
 
-def parse_admin(entries: Sequence[str], key: str = "admin") -> Rules:
-    """The rules of the list `admin`; the default where it is empty.
+def parse_admin(entries: Sequence[str]) -> Rules:
+    """The rules of the list `admin`; where it is empty, the daemon's user and root are operators.
 
     Raises:
         ConfigError: as `parse_allow`; or an entry would make every caller or a job an operator.
     """
-    rules = _parse(entries, key)
+    rules = _parse(entries, "admin")
     if rules.anyone or rules.jobs:
         raise ConfigError(
-            f"{key} has an entry `anyone` or `job:`, and an operator may read and see everything. "
+            "admin has an entry `anyone` or `job:`, and an operator may read and see everything. "
             "Name users, groups, tokens or certificates."
         )
-    return rules if rules.admits_somebody else own_user()
+    return rules if rules.admits_somebody else Rules(uids=_own_uids())
+
+
+def _own_uids() -> frozenset[int]:
+    return frozenset((0, os.geteuid()))
 
 
 def _parse(entries: Iterable[str], key: str) -> Rules:
@@ -318,8 +315,6 @@ class Policy:
         self._admin = parse_admin(config.admin)
         self._readers = {
             name: parse_allow(dataset.allow, f"datasets.{name}.allow")
-            if dataset.allow
-            else own_user_and_group()
             for name, dataset in config.datasets.items()
         }
         self._sources = {name: sources_below(name, config.datasets) for name in config.datasets}
