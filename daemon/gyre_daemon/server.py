@@ -12,13 +12,11 @@ not answer. So all that happens in a thread.
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import logging
 import os
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -577,6 +575,8 @@ def _make_cache(
 
 # Sessions checked at once after a reload: some microseconds each.
 _CHECKED_AT_ONCE = 200
+# Next to the datasets, a reload takes over these; other keys count from a restart on.
+_RULES = ("admin", "job_weights", "limits")
 
 
 class _Reading(Struct, frozen=True):
@@ -588,17 +588,32 @@ class _Reading(Struct, frozen=True):
 
 
 def _read(reread: Callable[[], DaemonConfig], running: DaemonConfig) -> _Reading:
-    """Read the configuration and compare it with the one in force."""
+    """Read the configuration and compare it with the one in force.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     wanted = reread()
-    names = ("added", "removed", "changed")
-    differences = dict(zip(names, _differences(running.datasets, wanted.datasets), strict=True))
-    weights = _differences(running.job_weights, wanted.job_weights)
-    differences["reweighed"] = sorted(itertools.chain(*weights))
-    differences["need_restart"] = [
+    before, after = running.datasets, wanted.datasets
+    if before and not after:
+        raise ConfigError(
+            "the file has no dataset at all, as if it was empty or half-written; "
+            "to serve none, restart the daemon instead of reloading it"
+        )
+    others = [
         key
-        for key in (*SCALAR_KEYS, "tokens")
-        if key != "admin" and getattr(running, key) != getattr(wanted, key)
+        for key in (*SCALAR_KEYS, "job_weights", "limits", "tokens")
+        if getattr(running, key) != getattr(wanted, key)
     ]
+    differences = {
+        "added": sorted(after.keys() - before.keys()),
+        "removed": sorted(before.keys() - after.keys()),
+        "changed": sorted(
+            name for name in before.keys() & after.keys() if before[name] != after[name]
+        ),
+        "rules": [key for key in others if key in _RULES],
+        "need_restart": [key for key in others if key not in _RULES],
+    }
     return _Reading(wanted, Policy(wanted), differences)
 
 
@@ -637,7 +652,8 @@ class Reloader:
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         metrics = self._sessions.resources.metrics
         try:
-            await self._apply(await self._reading())
+            read = partial(_read, self._reread, self._running)
+            await self._apply(await in_thread(read, "gyre-reload"))
         except InvalidInput as error:
             metrics.is_reload_good = False
             facts = {"reason": error, "kept": sorted(self._running.datasets)}
@@ -647,40 +663,16 @@ class Reloader:
         metrics.reloaded_at = time.time()
         notify("READY=1")
 
-    async def _reading(self) -> _Reading:
-        """The configuration as it is now; raises ConfigError if it cannot be used."""
-        reading = await in_thread(partial(_read, self._reread, self._running), "gyre-reload")
-        if self._running.datasets and not reading.config.datasets:
-            raise ConfigError(
-                "the file has no dataset at all, as if it was empty or half-written; "
-                "to serve none, restart the daemon instead of reloading it"
-            )
-        return reading
-
     async def _apply(self, reading: _Reading) -> None:
         """Replace datasets, rules and weights; open sessions keep the dataset that they read."""
-        running, wanted = self._running, reading.config
-        others = {*reading.differences["removed"], *reading.differences["changed"]}
-        replaced = Counter(
-            name for session in self._sessions if (name := session.request.dataset.name) in others
-        )
-        facts = {
-            **reading.differences,
-            "limits_changed": running.limits != wanted.limits,
-            "sessions_on_replaced": dict(replaced),
-        }
-        log_event("reloaded", facts)
+        wanted = reading.config
+        log_event("reloaded", reading.differences)
         self._catalog.replace(wanted.datasets)
         self._sessions.reweigh(wanted.job_weights)
         self._policy.take_over(reading.policy)
         self._sessions.resources.limits.replace(wanted.limits)
-        self._running = replace(
-            running,
-            datasets=wanted.datasets,
-            job_weights=wanted.job_weights,
-            admin=wanted.admin,
-            limits=wanted.limits,
-        )
+        rules = {key: getattr(wanted, key) for key in _RULES}
+        self._running = replace(self._running, datasets=wanted.datasets, **rules)
         await self._end_sessions_without_access()
 
     async def _end_sessions_without_access(self) -> None:
@@ -692,15 +684,3 @@ class Reloader:
                 self._sessions.close(session.session_id, reason)
             if number % _CHECKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-
-
-def _differences(
-    before: Mapping[str, object], after: Mapping[str, object]
-) -> tuple[list[str], list[str], list[str]]:
-    """The keys that were added, removed and changed."""
-    changed = (key for key in before.keys() & after.keys() if before[key] != after[key])
-    return (
-        sorted(after.keys() - before.keys()),
-        sorted(before.keys() - after.keys()),
-        sorted(changed),
-    )

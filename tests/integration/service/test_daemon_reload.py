@@ -76,7 +76,6 @@ def test_datasets_come_and_go_and_change_while_jobs_read(
             ["changes"],
         )
         assert event["need_restart"] == ["lease_s", "index_dir"]
-        assert event["sessions_on_replaced"] == {"goes": 1, "changes": 1}
         assert served(daemon) == ["changes", "comes", "stays"]
         assert [smallest(daemon, name) for name in ("stays", "changes", "comes")] == [0, 5000, 6000]
         with pytest.raises(UnknownDataset):

@@ -101,7 +101,7 @@ def test_what_is_scarce_goes_to_jobs_by_their_weights(
         event = daemon.reconfigure(
             to_toml({**config, "listen": [daemon.address], "job_weights": {"probe": 3}})
         )
-        assert (event["event"], event["reweighed"]) == ("reloaded", ["probe", "prod-*"])
+        assert (event["event"], event["rules"]) == ("reloaded", ["job_weights"])
         counts = shares(loaders, 400)
         assert 2 < counts["probe"] / counts["prod-a"] < 4.5
 
