@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar, cast
@@ -79,10 +78,6 @@ RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants no
 
 _DOMAIN = "gyre"
 _DETAILS_KEY = "grpc-status-details-bin"
-# gRPC's message for an overlong request or answer
-_TOO_LONG = re.compile(
-    r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)"
-)
 _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: UnknownDataset,
@@ -110,21 +105,9 @@ def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
         return DaemonUnavailable(details, facts)
     if info.domain == _DOMAIN:
         return BY_REASON.get(info.reason, by_status)(details, facts)
-    if by_status is Overloaded and (sizes := _TOO_LONG.search(details)):
-        return _too_long(int(sizes[1]), int(sizes[2]))
     if by_status is DaemonUnavailable:
         return DaemonUnavailable(f"no daemon answers at {address.text}: {details}")
     return by_status(f"the daemon at {address.text} answered {failure.code().name}: {details}")
-
-
-def _too_long(num_bytes: int, max_bytes: int) -> InvalidRequest:
-    """Returns an error without a retry: the request would be too long again."""
-    return InvalidRequest(
-        f"the request has {num_bytes} bytes, and a message to or from a daemon may have "
-        f"{max_bytes}: shorten the dataset's path or brace list, its options, the job's name or "
-        "the state that is loaded",
-        {"num_bytes": str(num_bytes), "max_bytes": str(max_bytes)},
-    )
 
 
 def _explanation(failure: grpc.RpcError) -> tuple[ErrorInfo, dict[str, str]]:
@@ -424,8 +407,15 @@ class Connection:
 
 
 def _check_length(request: Message) -> None:
-    if request.ByteSize() > MAX_CONTROL_BYTES:
-        raise _too_long(request.ByteSize(), MAX_CONTROL_BYTES)
+    """Refuses a request that the daemon would not take, without a retry."""
+    num_bytes = request.ByteSize()
+    if num_bytes > MAX_CONTROL_BYTES:
+        raise InvalidRequest(
+            f"the request has {num_bytes} bytes, and a message to or from a daemon may have "
+            f"{MAX_CONTROL_BYTES}: shorten the dataset's path or brace list, its options, the "
+            "job's name or the state that is loaded",
+            {"num_bytes": str(num_bytes), "max_bytes": str(MAX_CONTROL_BYTES)},
+        )
 
 
 # Each pause is drawn from [0, ceiling]; the ceiling starts at FIRST_PAUSE_S and doubles up to

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import webdataset
 from gyre_client import Loader
@@ -17,12 +16,10 @@ from gyre_client.errors import (
     UnknownDataset,
 )
 from gyre_client.transport.channel import parse_address
-from gyre_client.transport.connection import Connection, error_from
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
-from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
 from tests.batches import SAMPLE_LENGTH, take
-from tests.channels import identified_channel
 from tests.stub_daemon import BATCH_SIZE, StubDaemon
 
 
@@ -51,15 +48,6 @@ def test_a_request_that_is_too_long_is_refused_and_not_retried(numbers: str) -> 
         pytest.raises(InvalidRequest, match=sentence),
     ):
         next(loader)
-
-
-def test_a_request_that_the_daemons_grpc_refuses_gives_the_same_error(numbers: str) -> None:
-    request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="x" * 70000))
-    with identified_channel(numbers) as channel, pytest.raises(grpc.RpcError) as refused:
-        LoaderStub(channel).DescribeDataset(request, timeout=30)
-    error = error_from(refused.value, parse_address(numbers))
-    assert type(error) is InvalidRequest
-    assert "may have 65536" in str(error)
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(numbers: str) -> None:

@@ -114,18 +114,6 @@ def test_the_pause_that_the_daemon_asks_for_is_a_fact() -> None:
     assert error.facts == {RETRY_AFTER: "1.5"}
 
 
-@pytest.mark.parametrize("side", ["CLIENT: Sent", "SERVER: Received"])
-def test_a_request_that_is_too_long_is_an_invalid_request(side: str) -> None:
-    error = error_from(
-        Failure(
-            grpc.StatusCode.RESOURCE_EXHAUSTED, f"{side} message larger than max (70000 vs. 65536)"
-        ),
-        ADDRESS,
-    )
-    assert type(error) is errors.InvalidRequest
-    assert error.facts == {"num_bytes": "70000", "max_bytes": "65536"}
-
-
 @pytest.mark.parametrize("reason", ["NotAllowed", "LeaseExpired"])
 def test_a_daemon_that_cannot_tell_who_calls_is_asked_again(reason: str) -> None:
     """It was restarted, or its side channel is not there yet."""
