@@ -23,7 +23,6 @@ import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 from gyre_protos.v1 import loader_pb2 as pb
 from msgspec import Struct
 
@@ -65,6 +64,7 @@ STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
 # With larger limits, long names in an error turn it into an unexplained failure.
 _MAX_MESSAGE_BYTES = 2000
 _MAX_FACT_BYTES = 400
+_DETAILS_KEY = "grpc-status-details-bin"  # where gRPC's libraries look for a google.rpc.Status
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -108,8 +108,9 @@ async def abort(context: Context, error: Exception, metrics: Metrics) -> NoRetur
         error = errors.GyreError(f"the daemon failed: {error!r}; see its log")
     metrics.count_error(error)
     debug_event("call refused", {"error": type(error).__name__, "reason": error})
-    status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    status = to_status(error)
+    details = (_DETAILS_KEY, status.SerializeToString())
+    await context.abort(STATUS_CODES[type(error)], status.message, (details,))
     raise AssertionError("abort returned")
 
 
