@@ -80,7 +80,7 @@ class _Queue(Generic[_Batch]):
         # In the end, None or the error that ended the stream, which stays at the front.
         self._inbox: deque[Any] = deque()
         self._has_arrived, self._ended = Wakeup(), Wakeup()
-        self._num_dequeued = 0  # the number of the first batch that did not leave the inbox
+        self._first_queued = 0  # the number of the first batch that did not leave the inbox
         self._is_closing = self._has_ended = False
 
     def peek(self) -> tuple[_Batch, Position] | None:
@@ -110,7 +110,7 @@ class _Queue(Generic[_Batch]):
     def _dequeue(self) -> Any:
         """Moves the item of the next batch from the inbox to `position`, and returns it."""
         position, inbox = self.position, self._inbox
-        self._num_dequeued = position.batch
+        self._first_queued = position.batch
         while True:
             try:
                 item = inbox[0]
@@ -130,7 +130,7 @@ class _Queue(Generic[_Batch]):
             self._drop_first()  # taken before, when an interrupt came between the next two lines
         self.position = Position(position.cursor, position.batch, item)
         self._drop_first()
-        self._num_dequeued = item.behind
+        self._first_queued = item.behind
         return item
 
     def _drop_first(self) -> None:
@@ -304,7 +304,7 @@ class BatchStream(_Queue[Batch]):
         """Opens the first session; from then on the consumer has a position."""
         session = self._open_session()
         self.opened = self._first = opened = session.opened
-        self._next_step = self._num_dequeued = opened.first_step
+        self._next_step = self._first_queued = opened.first_step
         self._request.cursor = opened.cursor
         # from now on the cursor says where to go on, and with which samples and transforms
         self._request.ClearField("step")
@@ -326,7 +326,7 @@ class BatchStream(_Queue[Batch]):
         """
         if self._is_closing:
             self._inbox.clear()  # so that they need not be moved out
-        is_over = [self._is_closing or each <= self._num_dequeued for each, _ in self._retired]
+        is_over = [self._is_closing or each <= self._first_queued for each, _ in self._retired]
         for is_unused, (_, arenas) in zip(is_over, self._retired, strict=True):
             if is_unused:
                 arenas.close()
@@ -370,17 +370,18 @@ class BatchStream(_Queue[Batch]):
 
     def _attach(self, session: Session) -> Attachment:
         """Attaches with credit for as many batches as the inbox has room for."""
-        num_dequeued, waited_s = self._num_dequeued, self._waited_s
-        num_taken = self.position.batch
-        num_credits = max(0, session.opened.max_queued_batches - self._next_step + num_dequeued)
+        first_queued, waited_s = self._first_queued, self._waited_s
+        first_batch = self.position.batch
+        num_queued = self._next_step - first_queued
+        num_credits = max(0, session.opened.max_queued_batches - num_queued)
         attachment = Attachment(
             self._connection,
             session,
             num_credits,
             self._heard,
             lambda: Consumed(
-                self._num_dequeued - num_dequeued,
-                self.position.batch - num_taken,
+                self._first_queued - first_queued,
+                self.position.batch - first_batch,
                 self._waited_s - waited_s,
                 self.position.batch,
                 self._stop,
@@ -518,7 +519,7 @@ class DeviceStream(_Queue[DeviceBatch]):
         self.source = stream
         self._begin = begin
         self.position = stream.position
-        self._num_dequeued = stream.position.batch
+        self._first_queued = stream.position.batch
         self._has_room = Wakeup()
         stream.is_ahead = True
         self._thread = threading.Thread(target=self._run, name="gyre-transfer", daemon=True)
@@ -571,7 +572,7 @@ class DeviceStream(_Queue[DeviceBatch]):
     def _transfer_next(self) -> bool:
         """Begins the next batch's transfer; returns False after the last batch."""
         batch_number = self.source.position.batch
-        while batch_number >= max(self._num_dequeued, self.position.batch) + NUM_AHEAD:
+        while batch_number >= max(self._first_queued, self.position.batch) + NUM_AHEAD:
             if self._is_closing:
                 return False
             self._has_room.wait(LONG_WAIT_S)

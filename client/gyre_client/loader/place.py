@@ -286,9 +286,9 @@ class JobPlace:
             self._position = Position(stream.position.cursor, stream.position.batch)
             self._stream = None
             stream.close()
-        self._finish()
+        self._close_unfinished()
 
-    def _finish(self) -> None:
+    def _close_unfinished(self) -> None:
         """Ends sessions that an interrupt kept from being opened or closed."""
         while self._unfinished:
             stream = self._unfinished[-1]
@@ -311,7 +311,7 @@ class JobPlace:
         if cursor and not where.get("grow"):
             request.ClearField("weights")
         request.MergeFrom(pb.OpenSessionRequest(cursor=cursor, **where))  # type: ignore[arg-type]
-        self._finish()
+        self._close_unfinished()
         terms = self._terms
         try:
             # Made first: a device that fails opens no session.
@@ -326,7 +326,7 @@ class JobPlace:
             self._stream = stream
             return stream
         finally:
-            self._finish()
+            self._close_unfinished()
 
     def _adopt(self, opened: pb.SessionOpened) -> None:
         """Counts samples, steps and epochs as the session does."""
@@ -386,7 +386,7 @@ class EpochIterator:
         stream.position = behind; return tensors  # noqa: E702  # fmt: skip
 
     def peek(self) -> "tuple[Stream, dict[str, torch.Tensor], Position]":
-        """Returns the next batch without taking it; see `Place.peek`.
+        """Returns the next batch without taking it; see `JobPlace.peek`.
 
         Raises:
             StopIteration: The iteration has ended.

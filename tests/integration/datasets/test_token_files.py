@@ -249,7 +249,7 @@ def test_widened_batches_hold_no_slot_however_many_are_kept(serve: Serve, tmp_pa
             stream: Any = loader._place._stream
             arenas = stream._attachment._arenas
             num_lent = arenas.num_lent()  # first: what arrives meanwhile is unread
-            num_lent -= stream._next_step - stream._num_dequeued + len(stream.position.rest or ())
+            num_lent -= stream._next_step - stream._first_queued + len(stream.position.rest or ())
             assert connection.status().sessions
             assert len(kept) == 40
         return int(num_lent)
