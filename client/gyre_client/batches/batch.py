@@ -179,14 +179,9 @@ class BatchGroup:
     ) -> None:
         """Makes a group.
 
-        `memory` is uint8 [num_bytes], with all payloads; they begin at `offsets`, in bytes. Each
-        cursor resumes after its batch.
-
-        Raises:
-            ValueError: There are not as many offsets as layouts.
+        `memory` is uint8 [num_bytes], with all payloads; they begin at `offsets`, in bytes, as many
+        as `layouts`. Each cursor resumes after its batch.
         """
-        if len(offsets) != len(layouts):
-            raise ValueError(f"{len(layouts)} batches at {len(offsets)} places")
         self.first_step = first_step
         self.behind = first_step + len(offsets)
         self._cursors = cursors

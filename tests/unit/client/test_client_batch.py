@@ -147,8 +147,6 @@ def test_a_group_returns_its_batches_in_order() -> None:
     copied = group.batch(7, copies=True).tensors["x"]
     assert copied.tolist() == [11, 12, 13]
     assert copied.data_ptr() != batches[0].tensors["x"].data_ptr()
-    with pytest.raises(ValueError, match="2 batches at 1 places"):
-        BatchGroup(7, read_cursors(pb.Cursors()), layouts, memory, [0])
 
 
 def test_a_chunk_that_spans_two_batches_is_refused() -> None:
