@@ -20,7 +20,9 @@ from unittest import mock
 import uvloop
 from gyre_daemon.access.policy import ANONYMOUS, Limits, peer_principal
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.indexing.catalog import Catalog
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import GyreError
 from gyre_daemon.memory.arenas import ArenaRegistry, Budget
@@ -145,6 +147,8 @@ async def _open(
         None,
         allow_ad_hoc=False,
         compute_server=ComputeServer(),
+        unpacked=UnpackedShards(folder, 0),
+        reports=CorruptReports(folder),
     )
     budget = Budget(MEMORY_BYTES)
     resources = DaemonResources(

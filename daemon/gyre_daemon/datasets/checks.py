@@ -37,9 +37,8 @@ from gyre_daemon.datasets.shard_worker import (
     media_of,
     to_arrays,
 )
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import InFolder, SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
-from gyre_daemon.runtime.listen import make_folder, open_ours
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.reads import Reads, Storage
@@ -400,18 +399,10 @@ class CorruptReports:
 
 
 def _write(path: Path, corrupt: Sequence[CorruptRecord]) -> None:
-    if not corrupt:
+    if corrupt:
+        InFolder(path.parent, path.name).write(b"".join(_lines(corrupt)))
+    else:
         path.unlink(missing_ok=True)
-        return
-    make_folder(path.parent)
-    unfinished = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        with os.fdopen(open_ours(unfinished, flags), "wb") as file:
-            file.writelines(_lines(corrupt))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def check_limit(

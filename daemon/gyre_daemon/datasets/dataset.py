@@ -7,7 +7,7 @@ a sequence; here their lengths come from the index, so nothing is read.
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Generic, NoReturn, TypeVar
@@ -30,10 +30,6 @@ from gyre_daemon.storage.reads import Storage
 from gyre_daemon.storage.shard import Shard
 
 _T = TypeVar("_T")
-
-
-async def _unknown(fingerprint: str) -> str:
-    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,12 +56,11 @@ class Dataset:
         drawing: the names of transforms that made what its storage reads and may draw random
             numbers, where it is a mixture or a source of one: then reads need `Draws`.
         mixture: of a mixture, whose index has the samples of all sources.
+        sources: of a mixture, by name.
         source_names: of the datasets of a mixture, by the numbers of its field `source`.
         source: the samples as they are stored, where these are made of them; None for stored ones.
         made: the fields that transforms made, which come first.
         failed: int64, ids of the samples that could not be transformed and that others replace.
-        what_changed: takes an earlier fingerprint, and says how the shards differ from those that
-            had it; empty if that is not known.
     """
 
     name: str
@@ -84,11 +79,11 @@ class Dataset:
     transform_names: tuple[str, ...] = ()
     drawing: tuple[str, ...] = ()
     mixture: Mixture | None = None
+    sources: "Mapping[str, Dataset]" = field(default_factory=dict, repr=False)
     source_names: tuple[str, ...] = ()
     source: "Dataset | None" = field(default=None, repr=False)
     made: Sequence[FieldSpec] = ()
     failed: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
-    what_changed: Callable[[str], Awaitable[str]] = field(default=_unknown, repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -158,10 +153,6 @@ class Memo(Generic[_T]):
             return None
         self._kept[key] = self._kept.pop(key)
         return found[1]
-
-    def latest(self, key: Hashable) -> _T | None:
-        """The last result for a key, whatever it came from."""
-        return self._kept[key][1] if key in self._kept else None
 
     def keep(self, result: _T, key: Hashable, *origin: object) -> _T:
         """Keep a result, in place of an earlier one for its key; returns it."""
@@ -439,27 +430,13 @@ class Packed:
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
-def pack(
-    index: SampleIndex,
-    fields: Sequence[FieldSpec],
-    num_made: int,
-    corrupt: Int64Array,
-    config: PackConfig,
-    mixture: Mixture | None = None,
-) -> Packed:
-    """Pack the samples of a dataset; waits a quarter of a second for a million.
-
-    Args:
-        index: of the documents.
-        fields: theirs.
-        num_made: how many of these transforms make, which come first; 0 where any may be packed.
-        corrupt: int64 [C], documents to leave out, in rising order.
-        config: how.
-        mixture: of which these are the documents; None for those of one dataset.
+def pack(documents: Dataset, config: PackConfig) -> Dataset:
+    """The packed sequences of a dataset; waits a quarter of a second for a million documents.
 
     Raises:
         InvalidRequest: there is no such field, it cannot be packed, or as `pack_documents`.
     """
+    index, fields, num_made = documents.sized, documents.fields, documents.num_made
     spec = _field(fields, config)
     column = [each.name for each in stored_fields(fields)].index(spec.name)
     if num_made and column >= num_made:
@@ -469,24 +446,34 @@ def pack(
         )
     mask_column = _mask_column(fields, num_made)
 
-    def lengths_of(documents: Int64Array) -> Int64Array:
-        sizes = column_of_all(index, documents, lambda found: found.tensor_bytes[:, column])
+    def lengths_of(ids: Int64Array) -> Int64Array:
+        sizes = column_of_all(index, ids, lambda found: found.tensor_bytes[:, column])
         lengths = sizes // spec.dtype.itemsize
         if mask_column is not None:
-            masks = column_of_all(index, documents, lambda its: its.tensor_bytes[:, mask_column])
-            _check_masks(documents, lengths, masks)
+            masks = column_of_all(index, ids, lambda its: its.tensor_bytes[:, mask_column])
+            _check_masks(ids, lengths, masks)
         return lengths
 
     rule = PackRule(config.length, config.overlong, config.window, config.seed)
     mixed = None
-    if mixture:
+    if documents.mixture:
         names = next(spec.categories for spec in fields if spec.name == SOURCE)
-        sequences, mixed = pack_sources(mixture, names, lengths_of, rule, corrupt)
+        sequences, mixed = pack_sources(
+            documents.mixture, names, lengths_of, rule, documents.corrupt
+        )
     else:
-        sequences = pack_documents(index.num_samples, lengths_of, rule, corrupt)
+        sequences = pack_documents(index.num_samples, lengths_of, rule, documents.corrupt)
     if sequences.begins is not None and spec.codec == "text":
         spec = replace(spec, codec="bytes")  # a cut may go through a character
-    return Packed(config, spec, column, sequences, mask_column, mixed)
+    packed = Packed(config, spec, column, sequences, mask_column, mixed)
+    return replace(
+        documents,
+        packed=packed,
+        mixture=mixed.mixture if mixed else None,
+        fingerprint=packed.fingerprint(documents.fingerprint, documents.transforms),
+        corrupt=NO_SAMPLES,
+        grows=False,  # sequences of the first shards may have later documents too
+    )
 
 
 def _mask_column(fields: Sequence[FieldSpec], num_made: int) -> int | None:

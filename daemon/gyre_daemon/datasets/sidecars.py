@@ -164,7 +164,7 @@ def _digest(content: bytes | memoryview) -> bytes:
 
 
 class InFolder(Struct, frozen=True):
-    """The place of a sidecar in a folder that belongs to the daemon's user or to root."""
+    """The place of a sidecar, or of a report, in a folder of the daemon's user or of root."""
 
     folder: Path
     name: str
@@ -327,26 +327,14 @@ class SidecarStore:
             local: the shard, if it is on this machine.
             check: refuses arrays that no inspection finds.
         """
-        found = await self.load_latest(key, local, check)
+        (found,) = await self.load_all([SidecarOf(key, local, check)])
         return found[0] if found and found[1] else None
 
-    async def load_latest(
-        self, key: SidecarKey, local: LocalFile | None, check: Check
-    ) -> Loaded | None:
-        """The arrays of this kind last stored for a shard, and whether the whole key fits.
-
-        None if there are none for any size and version of the shard. Only the arrays of a key that
-        fits are checked.
-
-        Args:
-            key: as for `load`.
-            local: as for `load`.
-            check: as for `load`.
-        """
-        return (await self.load_all([SidecarOf(key, local, check)]))[0]
-
     async def load_all(self, wanted: Sequence[SidecarOf]) -> list[Loaded | None]:
-        """Do as `load_latest` for each of some shards.
+        """The arrays of each kind last stored for shards, and whether the whole key fits.
+
+        None if there are none for any size and version of a shard. Only the arrays of a key that
+        fits are checked.
 
         One thread reads those of one folder, and several do where the folder's mount is slow.
         """
@@ -398,7 +386,7 @@ class SidecarStore:
     def _one_loaded(
         self, place: SidecarPlace, key: SidecarKey, check: Check, open_beneath: OpenBeneath | None
     ) -> Loaded | None:
-        """As `load_latest`, from one place; waits for the disk."""
+        """As `load_all`, of one shard from one place; waits for the disk."""
         try:
             stored, arrays = decode(_read(place, key.max_bytes, open_beneath))
             if stored == key.encoded():

@@ -163,19 +163,17 @@ class DatasetOpener:
         self,
         name: str,
         config: DatasetConfig,
-        declared: Sequence[Mapping[str, Any]] | None,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        by_client: bool,
     ) -> AsyncGenerator[Measuring, None]:
         """Open a dataset, not packed, and yield the states of columns and lengths that it needs.
 
-        Args:
-            name: of the dataset.
-            config: its definition.
-            declared: the transforms of a client; None for those of the definition.
+        See `made` for the arguments.
 
         Raises:
             GyreError: as `made`.
         """
-        tables = config.transforms if declared is None else declared
         if not tables and not config.filter:
             return
         found: asyncio.Queue[Measuring | None] = asyncio.Queue()
@@ -184,7 +182,7 @@ class DatasetOpener:
             BEGUN.set(found)
             try:
                 documents = replace(config, pack=None)
-                await self.made(name, documents, tables, by_client=declared is not None)
+                await self.made(name, documents, tables, by_client=by_client)
             finally:
                 found.put_nowait(None)
 
@@ -202,23 +200,17 @@ class DatasetOpener:
         self,
         name: str,
         config: DatasetConfig,
-        declared: Sequence[Mapping[str, Any]] | None,
+        tables: Sequence[Mapping[str, Any]],
         shards: range,
+        *,
+        by_client: bool,
     ) -> AsyncIterator[Measuring]:
-        """Measure the samples of some shards.
-
-        Args:
-            name: of the dataset.
-            config: its definition.
-            declared: the transforms of a client; None for those of the definition.
-            shards: measure these alone.
+        """Measure the samples of these shards alone; see `made` for the other arguments.
 
         Raises:
             GyreError: as `made`.
         """
-        tables = config.transforms if declared is None else declared
         documents = replace(config, pack=None)
-        by_client = declared is not None
         dataset = await self.made(name, documents, tables, by_client=by_client, is_measured=False)
         if isinstance(dataset, TransformedDataset) and must_be_measured(dataset, config):
             async for measuring in self._measurer.progress(dataset, config, shards):

@@ -248,14 +248,17 @@ class Resolver(DatasetOpener):
                     change=pb.ShardChange.Value(f"SHARD_CHANGE_{progress.change.upper()}"),
                 )
         declared = requests.declared(request)
-        tables = None if declared is None else requests.to_transforms(declared)
+        by_client = declared is not None
+        tables = config.transforms if declared is None else requests.to_transforms(declared)
         if chosen is not None:
             if request.measure:
-                async for measuring in self.measuring(name, config, tables, chosen):
+                measured = self.measuring(name, config, tables, chosen, by_client=by_client)
+                async for measuring in measured:
                     yield _from_measuring(measuring)
             return
-        async with contextlib.aclosing(self.finding(name, config, tables)) as finding:
-            async for each in finding:
+        finding = self.finding(name, config, tables, by_client=by_client)
+        async with contextlib.aclosing(finding) as found:
+            async for each in found:
                 yield _from_reading(each) if each.name else _from_measuring(each)
 
     async def plan_step(
@@ -390,24 +393,9 @@ class Resolver(DatasetOpener):
         )
         if max(request.step, request.batch) > _MAX_STEP:
             raise InvalidRequest("only steps up to 2**40 are looked at")
-        sources = [*self._with_shards(name, config, dataset.stored, "", 0)]
+        sources = [*_with_shards(dataset.stored, "", 0)]
         work = partial(_located, dataset, cursor, request, sources)
         return await self._sessions.compute(caller.name, work)
-
-    def _with_shards(
-        self, name: str, config: DatasetConfig, dataset: Dataset, prefix: str, first_id: int
-    ) -> Iterator[Source]:
-        """The datasets with shards of their own, in the order of a mixture's ids."""
-        if not config.mixture:
-            yield Source(prefix, dataset, first_id)
-            return
-        for each in config.mixture.sources:
-            source = self._catalog.source_of(name, each)
-            assert source  # the mixture is open
-            path = f"{prefix}/{each}" if prefix else each
-            its = self._catalog.datasets[each]
-            yield from self._with_shards(each, its, source.stored, path, first_id)
-            first_id += source.index.num_samples
 
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names, packed as it says."""
@@ -442,6 +430,16 @@ class Resolver(DatasetOpener):
                 assert asked.definition
                 return asked.dataset.name, asked.definition
         raise UnknownDataset(f"no session is named {handle[:20]!r}; it has ended")
+
+
+def _with_shards(dataset: Dataset, prefix: str, first_id: int) -> Iterator[Source]:
+    """The datasets with shards of their own, in the order of a mixture's ids."""
+    if not dataset.sources:
+        yield Source(prefix, dataset, first_id)
+    for name, source in dataset.sources.items():
+        path = f"{prefix}/{name}" if prefix else name
+        yield from _with_shards(source.stored, path, first_id)
+        first_id += source.index.num_samples
 
 
 def _from_reading(reading: Measuring) -> pb.IndexProgress:

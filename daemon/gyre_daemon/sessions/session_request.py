@@ -226,7 +226,9 @@ class Resumption(Struct, frozen=True):
         check_mixture(cursor.mixture, its.mixture, its.name, lambda *_: changed)
         first = None if cursor.fingerprint == its.fingerprint else await self._first_shards(cursor)
         wanted = first.fingerprint if first else its.fingerprint
-        changed = "" if cursor.fingerprint == wanted else await its.what_changed(cursor.fingerprint)
+        changed = ""
+        if cursor.fingerprint != wanted:
+            changed = await self.catalog.what_changed(its, cursor.fingerprint)
         check_cursor(cursor, its.name, wanted, order, lambda _: changed)
         if not changed_transforms or order.bucket:
             check_transforms(cursor, transforms)
@@ -255,9 +257,9 @@ class Resumption(Struct, frozen=True):
         """How the data of a mixture's first source that differs were when the cursor was made."""
         now = dict(MixtureState.of(self.dataset.mixture).sources) if self.dataset.mixture else {}
         for source, fingerprint in cursor.mixture.sources if cursor.mixture else ():
-            opened = self.catalog.source_of(self.name, source)
+            opened = self.dataset.sources.get(source)
             if opened and now.get(source, fingerprint) != fingerprint:
-                return await opened.what_changed(fingerprint)
+                return await self.catalog.what_changed(opened, fingerprint)
         return ""
 
     def _with_all(self, cursor: Cursor) -> Cursor:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.indexing.catalog import Catalog
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.memory.arenas import Arena
@@ -87,6 +89,8 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
             None,
             allow_ad_hoc=False,
             compute_server=compute_server,
+            unpacked=UnpackedShards(folder, 0),
+            reports=CorruptReports(folder),
         )
         dataset = await catalog.open(name, config)
         for size in (64, 1024):

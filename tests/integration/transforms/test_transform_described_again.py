@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.indexing.catalog import Catalog
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.monitoring.metrics import Metrics, TransformCounts
 from gyre_daemon.runtime.threads import NO_JOB, FairExecutor, Flow
@@ -39,6 +41,8 @@ async def described(folder: Path, threads: FairExecutor) -> tuple[list[str], int
         None,
         allow_ad_hoc=False,
         compute_server=server,
+        unpacked=UnpackedShards(folder, 0),
+        reports=CorruptReports(folder),
     )
     counts = TransformCounts()
     workers = TransformWorkers(server, 1, 300.0, counts)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.indexing.catalog import Catalog
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.transformed import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts
@@ -58,7 +60,14 @@ async def scene(folder: Path, threads: FairExecutor) -> list[int]:
     sidecars = SidecarStore(str(folder), folder)
     server = ComputeServer()
     catalog = Catalog(
-        {"set": config}, opener, sidecars, None, allow_ad_hoc=False, compute_server=server
+        {"set": config},
+        opener,
+        sidecars,
+        None,
+        allow_ad_hoc=False,
+        compute_server=server,
+        unpacked=UnpackedShards(folder, 0),
+        reports=CorruptReports(folder),
     )
     cache = NodeCache(1 << 20, None, threads, CacheCounts())
     workers = TransformWorkers(server, 1, 300.0, TransformCounts())

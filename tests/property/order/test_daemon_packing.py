@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from gyre_daemon.config import PackConfig
-from gyre_daemon.datasets.dataset import pack
+from gyre_daemon.datasets.dataset import Dataset, pack
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.sample_table import SampleTable
 from gyre_daemon.errors import InvalidRequest
@@ -13,6 +13,7 @@ from gyre_daemon.fetching.layout import lay_out_packed, locate_packed, max_packe
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import NO_SAMPLES, BatchPlanner, Order, Tail
 from gyre_daemon.order.sequences import Overlong, PackRule, Sequences, best_fit, pack_documents
+from gyre_daemon.storage.reads import MixedStorage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,7 +130,9 @@ def test_no_packed_batch_is_larger_than_its_bound(
     index = SampleTable(
         [spec], [len(lengths)], np.cumsum(sizes)[:, None] - sizes, sizes, identity=b""
     )
-    made = pack(index, index.fields, 0, NO_SAMPLES, PackConfig("tokens", 20))
+    documents = Dataset("", "", "", MixedStorage([], []), [], index, "")
+    made = pack(documents, PackConfig("tokens", 20)).packed
+    assert made
     planner = BatchPlanner(Order("full", tail, 0, size), made.num_samples)
     plan = planner.batches(0, 9, 0, 1)
     rows, extents = locate_packed(index, made, plan)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.indexing import shards
 from gyre_daemon.datasets.indexing.catalog import Catalog
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.scanning import Scanner
 from gyre_daemon.datasets.sidecars import SUFFIX, SidecarStore
 from gyre_daemon.monitoring.metrics import Metrics
@@ -78,6 +80,8 @@ class Node:
                     None,
                     allow_ad_hoc=False,
                     compute_server=compute_server,
+                    unpacked=UnpackedShards(self.own, 0),
+                    reports=CorruptReports(self.own),
                 )
             ) as catalog:
                 if orders_index:

@@ -60,7 +60,6 @@ FilterLate = Callable[[str, DatasetConfig, Dataset], Awaitable[Dataset]]
 _MAX_PACKED = 8
 _MAX_MIXTURES = 1024  # as many as are configured; those of sources that are gone make way
 Sources = Sequence[tuple[str, Dataset]]
-Mixed = tuple[Dataset, Mapping[str, Dataset]]  # a mixture, and its sources by name
 
 
 class Catalog:
@@ -84,8 +83,8 @@ class Catalog:
         *,
         allow_ad_hoc: bool,
         compute_server: ComputeServer,
-        unpacked: UnpackedShards | None = None,
-        reports: CorruptReports | None = None,
+        unpacked: UnpackedShards,
+        reports: CorruptReports,
     ) -> None:
         """Open nothing yet.
 
@@ -96,8 +95,8 @@ class Catalog:
             cache: of remote data; None for none.
             allow_ad_hoc: whether clients may define datasets.
             compute_server: forks the processes that scan and decode; closed by its owner.
-            unpacked: where compressed shards go; None to refuse datasets that have any.
-            reports: of samples that others replace; None to refuse datasets that replace any.
+            unpacked: where compressed shards go.
+            reports: of samples that others replace.
         """
         self.datasets = datasets
         self.has_cache = cache is not None
@@ -114,7 +113,7 @@ class Catalog:
         self.filter_late: FilterLate = _unfiltered
         self._packed: Memo[Dataset] = Memo(_MAX_PACKED)
         self._packing = asyncio.Lock()
-        self._mixtures: Memo[Mixed] = Memo(_MAX_MIXTURES)
+        self._mixtures: Memo[Dataset] = Memo(_MAX_MIXTURES)
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
@@ -192,11 +191,9 @@ class Catalog:
                 for each in config.mixture.sources
             ]
             origin = config.mixture, *(source for _, source in sources)
-            mixed = self._mixtures.get(name, *origin)
-            if mixed is None:
-                made = _mixed(name, config.mixture, sources)
-                mixed = self._mixtures.keep((made, dict(sources)), name, *origin)
-            dataset = mixed[0]
+            dataset = self._mixtures.get(name, *origin) or self._mixtures.keep(
+                _mixed(name, config.mixture, sources), name, *origin
+            )
         else:
             documents = await self.stored(name, config)
             dataset = await self.filter_late(name, config, documents)
@@ -214,30 +211,9 @@ class Catalog:
         async with self._packing:
             found = self._packed.get(key, documents.storage)
             if found is None:
-                packed = await compute(
-                    pack,
-                    documents.sized,
-                    documents.fields,
-                    documents.num_made,
-                    documents.corrupt,
-                    config,
-                    documents.mixture,
-                )
-                found = replace(
-                    documents,
-                    packed=packed,
-                    mixture=packed.mixed.mixture if packed.mixed else None,
-                    fingerprint=packed.fingerprint(documents.fingerprint, documents.transforms),
-                    corrupt=NO_SAMPLES,
-                    grows=False,  # sequences of the first shards may have later documents too
-                )
-                self._packed.keep(found, key, documents.storage)
+                packed = await compute(pack, documents, config)
+                found = self._packed.keep(packed, key, documents.storage)
             return found
-
-    def source_of(self, name: str, source: str) -> Dataset | None:
-        """An open source of an open mixture."""
-        mixed = self._mixtures.latest(name)
-        return mixed[1].get(source) if mixed else None
 
     async def stored(self, name: str, config: DatasetConfig) -> Dataset:
         """The open dataset, as it is before `filter_late` and packing.
@@ -250,7 +226,7 @@ class Catalog:
             if name not in self._open:
                 opening = await self._scanned(name, config)
                 dataset = await self._indexer.finish(opening, refresh=False)
-                return self._keep(name, config, await self._remembered(dataset))
+                return await self._keep(name, config, dataset)
             return self._open[name]
 
     async def prefix(
@@ -275,6 +251,10 @@ class Catalog:
                     )
                 self._prefixes.keep(prefix, key)
             return prefix
+
+    async def what_changed(self, dataset: Dataset, fingerprint: str) -> str:
+        """See `changes.what_changed`."""
+        return await what_changed(self._records, dataset, fingerprint)
 
     async def num_shards_then(self, dataset: Dataset, fingerprint: str) -> int:
         """How many shards a dataset had when it had this fingerprint; 0 if that is not known."""
@@ -303,7 +283,7 @@ class Catalog:
                 self._records, name, opening.location, self._open.get(name)
             )
             progress = IndexProgress(0, len(opening.scans), 0, "", reused=False, change="indexed")
-            indexing = self._indexer.scan(opening, previous, shards)
+            indexing = self._indexer.shards.run(opening, previous, shards)
             async with contextlib.aclosing(indexing) as scanning:
                 async for indexed in scanning:
                     if progress.num_done:
@@ -313,7 +293,7 @@ class Catalog:
                 yield progress
                 return
             dataset = await self._indexer.finish(opening, refresh=True)
-            self._keep(name, config, await self._remembered(dataset))
+            await self._keep(name, config, dataset)
             was_appended = False
             if dataset.grows and 0 < len(previous.shards) < len(dataset.shards):
                 before = await self._indexer.prefix(opening, dataset, len(previous.shards))
@@ -357,22 +337,18 @@ class Catalog:
     async def _scanned(self, name: str, config: DatasetConfig) -> OpeningDataset:
         """The shards as they are listed now, each with its format's facts."""
         opening = await self._indexer.begin(self._shown(name), config)
-        async with contextlib.aclosing(self._indexer.scan(opening, None)) as scanning:
+        async with contextlib.aclosing(self._indexer.shards.run(opening, None)) as scanning:
             async for _ in scanning:
                 pass
         return opening
 
-    async def _remembered(self, dataset: Dataset) -> Dataset:
-        """The dataset, whose shards are kept for the day when a cursor of it does not fit."""
-        await save_version(self._records, dataset.uri, dataset.shards, dataset.fingerprint)
-        changed = partial(what_changed, self._records, dataset)
-        return replace(dataset, what_changed=changed)
-
-    def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
+    async def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
         """Keep a dataset, unless its definition was replaced while it was being opened.
 
-        The files of the one before are closed once no session reads them.
+        The files of the one before are closed once no session reads them. Its shards are recorded,
+        for `what_changed`.
         """
+        await save_version(self._records, dataset.uri, dataset.shards, dataset.fingerprint)
         kept = self.datasets.get(name, config)
         if replace(kept, pack=None) == replace(config, pack=None):
             if name in self._open:
@@ -442,6 +418,7 @@ def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
         num_left_out=sum(its.num_left_out for _, its in sources),
         drawing=tuple(name for _, its in sources for name in its.drawing),
         mixture=Mixture(mixed, phases, config.block, num_samples, shares),
+        sources=dict(sources),
         source_names=tuple(name for part in parts for name in part.names),
     )
 

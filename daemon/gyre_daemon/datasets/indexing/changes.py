@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.base import array_of
-from gyre_daemon.datasets.sidecars import Arrays, Check, SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars import Arrays, Check, SidecarKey, SidecarOf, SidecarStore
 from gyre_daemon.storage.beneath import file_error
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.open_shards import CHECKSUM_BYTES, Checksums, ShardChecksums, num_blocks
@@ -38,12 +38,10 @@ class PreviousIndex(Struct, frozen=True):
 
     Attributes:
         shards: as they were listed, by name.
-        checksums: of some of them, by name.
         fingerprint: of the dataset; empty if it is not known.
     """
 
     shards: Mapping[str, Shard]
-    checksums: Mapping[str, Checksums]
     fingerprint: str
 
 
@@ -84,7 +82,8 @@ class ChecksumStore:
         except OSError as error:
             raise file_error(shards.listed[shard].name, error) from error
         if checksums is not None:
-            await self._save(location, shards, shard, checksums)
+            key = _checksums_key(location, shards, shard)
+            await self._sidecars.save(key, None, {_CHECKSUMS: checksums})
         return checksums
 
     async def keep(
@@ -101,8 +100,6 @@ class ChecksumStore:
         stored = await self.stored(location, shards, shard)
         if stored and stored[1]:
             shards.add(shard, stored[0])
-        elif shard in shards.known:
-            await self._save(location, shards, shard, shards.known[shard])
         else:
             await self.take(location, shards, shard, stopped)
 
@@ -113,18 +110,11 @@ class ChecksumStore:
 
         None if there are none.
         """
-        found = await self._sidecars.load_latest(
-            _checksums_key(location, shards, shard), None, _check_of(shards, shard)
-        )
+        wanted = SidecarOf(_checksums_key(location, shards, shard), None, _check_of(shards, shard))
+        (found,) = await self._sidecars.load_all([wanted])
         if found is None or _CHECKSUMS not in found[0]:
             return None
         return found[0][_CHECKSUMS], found[1]
-
-    async def _save(
-        self, location: str, shards: ShardChecksums, shard: int, checksums: Checksums
-    ) -> None:
-        key = _checksums_key(location, shards, shard)
-        await self._sidecars.save(key, None, {_CHECKSUMS: checksums})
 
 
 async def load_previous(
@@ -132,16 +122,13 @@ async def load_previous(
 ) -> PreviousIndex:
     """A dataset's last state: as it is open now (`before`), or else as the records say."""
     if before:
-        storage = before.storage
-        taken = storage.checksums.known if storage.checksums else {}
-        named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
-        shards = {shard.name: shard for shard in storage.shards}
-        return PreviousIndex(shards, named, before.fingerprint)
+        shards = {shard.name: shard for shard in before.storage.shards}
+        return PreviousIndex(shards, before.fingerprint)
     arrays = await records.load(_key(location, name), None, _read_record)
     if arrays is None:
-        return PreviousIndex({}, {}, "")
+        return PreviousIndex({}, "")
     stored, digest = _read_record(arrays)
-    return PreviousIndex({shard.name: shard for shard in stored}, {}, digest)
+    return PreviousIndex({shard.name: shard for shard in stored}, digest)
 
 
 def _read_record(arrays: Arrays) -> tuple[list[Shard], str]:
@@ -270,12 +257,10 @@ class ShardChanges:
         stored = await self._checksums.stored(self._location, checksums, shard)
         if then == listed or (was_indexed and is_fresh) or (stored and stored[1]):
             return "kept"
-        known = self._previous.checksums.get(listed.name)
-        known = stored[0] if known is None and stored else known
-        if known is None:
+        if stored is None:
             return "changed" if then or was_indexed else "indexed"
         now = await self._checksums.take(self._location, checksums, shard, stopped)
-        return "restored" if now is not None and np.array_equal(now, known) else "changed"
+        return "restored" if now is not None and np.array_equal(now, stored[0]) else "changed"
 
 
 def _check_of(shards: ShardChecksums, shard: int) -> Check:

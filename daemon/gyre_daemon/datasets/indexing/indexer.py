@@ -7,7 +7,7 @@ assembled to one index.
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -34,14 +34,13 @@ from gyre_daemon.datasets.dataset import (
 )
 from gyre_daemon.datasets.filters import apply_filter, asked_of, numbered
 from gyre_daemon.datasets.formats import FieldSpec, Format, ListedFormat, SampleIndex
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.concat import (
-    IndexedField,
     with_fields,
     with_folders,
 )
-from gyre_daemon.datasets.indexing.changes import ChecksumStore, PreviousIndex
+from gyre_daemon.datasets.indexing.changes import ChecksumStore
 from gyre_daemon.datasets.indexing.format_search import (
     FileListing,
     FoundFormat,
@@ -56,7 +55,6 @@ from gyre_daemon.datasets.indexing.format_search import (
 )
 from gyre_daemon.datasets.indexing.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.shards import (
-    IndexedShard,
     OpeningDataset,
     ProbeRunner,
     ShardIndexer,
@@ -98,9 +96,9 @@ class Indexer:
         self,
         opener: StorageOpener,
         sidecars: SidecarStore,
-        unpacked: UnpackedShards | None,
+        unpacked: UnpackedShards,
         cache: NodeCache | None,
-        reports: CorruptReports | None,
+        reports: CorruptReports,
         compute_server: ComputeServer,
     ) -> None:
         self._opener = opener
@@ -108,13 +106,13 @@ class Indexer:
         self._unpacked = unpacked
         self._cache = cache
         self._checksums = ChecksumStore(sidecars)
-        self.probes = ProbeRunner(opener, sidecars)
+        self._probes = ProbeRunner(opener, sidecars)
         self._processes = scan_workers(compute_server)
-        self._shards = ShardIndexer(sidecars, self._checksums, self._processes)
+        self.shards = ShardIndexer(sidecars, self._checksums, self._processes)
         self._manifests = ManifestReader(self._processes)
         self.checker = SampleChecker(sidecars, self._processes)
         self.decoding = Decoders(compute_server, opener.workers)
-        self._corrupt = CorruptFinder(self.checker, self.decoding, reports)
+        self._reports = reports
 
     def close(self) -> None:
         """Stop the work under way."""
@@ -206,15 +204,6 @@ class Indexer:
             except ShardMissing:
                 raise missing from None
 
-    def scan(
-        self,
-        opening: OpeningDataset,
-        previous: PreviousIndex | None,
-        shards: range | None = None,
-    ) -> AsyncGenerator[IndexedShard, None]:
-        """See `ShardIndexer.run`."""
-        return self._shards.run(opening, previous, shards)
-
     async def finish(self, opening: OpeningDataset, *, refresh: bool) -> Dataset:
         """The dataset, once all shards are scanned.
 
@@ -224,7 +213,10 @@ class Indexer:
         """
         served = await self.served(opening)
         shards = served.shards
-        index, damaged = await self._assembled(opening, served, shards, refresh=refresh)
+        is_tolerant = opening.config.on_corrupt == "replace"
+        index, damaged = await self.assembled(
+            opening, served, range(len(shards)), refresh=refresh, is_tolerant=is_tolerant
+        )
         if index.num_samples == 0:
             raise InvalidRequest(
                 f"dataset `{opening.name}` has no sample: all of its shards, "
@@ -238,8 +230,8 @@ class Indexer:
             ragged = opening.scan.ragged if opening.scan else ()
             fields = await compute(with_lengths, index, fields, names, ragged)
         corrupt = NO_SAMPLES
-        if opening.config.on_corrupt == "replace":
-            corrupt = await self._corrupt.find(opening, served, index, fields, damaged)
+        if is_tolerant:
+            corrupt = await self._find_corrupt(opening, served, index, fields, damaged)
         num_all = index.num_samples
         text = opening.config.filter
         if text and not asked_of(text, fields):  # otherwise it waits for these
@@ -290,7 +282,10 @@ class Indexer:
         shards = served.shards[:num_shards]
         if list(shards) != list(dataset.shards[:num_shards]):
             return None
-        index, _ = await self._assembled(opening, served, shards, refresh=False)
+        is_tolerant = opening.config.on_corrupt == "replace"
+        index, _ = await self.assembled(
+            opening, served, range(len(shards)), refresh=False, is_tolerant=is_tolerant
+        )
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
         chosen = () if fields is index.fields else fields
         index = with_fields(index, fields)
@@ -301,47 +296,38 @@ class Indexer:
         identity = await compute(fingerprint, shards, index, contents, corrupt, chosen)
         return Prefix(index.num_samples, identity, fields)
 
-    async def _assembled(
-        self, opening: OpeningDataset, served: Storage, shards: Sequence[Shard], *, refresh: bool
-    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-        """The index of shards that were inspected, and the samples known to be damaged.
-
-        Args:
-            opening: the dataset.
-            served: its shards.
-            shards: all of them, or the first ones.
-            refresh: see `finish`.
-        """
-        inspected = cast("list[Arrays]", opening.scans[: len(shards)])
-        if opening.scan is None:
-            inspected = await self.probed(opening, served, refresh=refresh, num_shards=len(shards))
-        is_tolerant = opening.config.on_corrupt == "replace"
-        columns = opening.columns(range(len(shards)))
-        return await assembled(opening, shards, inspected, columns, is_tolerant=is_tolerant)
-
-    async def probed(
+    async def assembled(
         self,
         opening: OpeningDataset,
         served: Storage,
+        numbers: Sequence[int],
         *,
         refresh: bool,
-        num_shards: int | None = None,
-    ) -> list[Arrays]:
-        """A probe's findings, for `Format.assemble`; empty without inspection.
+        is_tolerant: bool,
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """The index of inspected shards, with the columns of their folders; and damaged samples.
 
-        See `ProbeRunner.run` for the arguments.
+        Args:
+            opening: the dataset.
+            served: has these shards, and maybe others behind them.
+            numbers: of the shards in the dataset.
+            refresh: see `finish`.
+            is_tolerant: whether damaged samples, where the format can tell them, are no error.
 
         Raises:
-            CorruptSample: the shards are nothing that the format stores.
+            CorruptSample: the shards do not make one dataset.
         """
-        probe = opening.format.inspection
-        if not isinstance(probe, Probe):
-            return []
-        settings, location = opening.config.storage, opening.location
-        run = self.probes.run(
-            probe, served, location, settings, refresh=refresh, num_shards=num_shards
-        )
-        return [await run]
+        shards = served.shards[: len(numbers)]
+        if opening.scan is None:
+            inspected = await self._probes.run(opening, served, len(shards), refresh=refresh)
+        else:
+            inspected = [cast("Arrays", opening.scans[number]) for number in numbers]
+        damaged: Sequence[DamagedSample] = ()
+        if is_tolerant and isinstance(opening.format, TolerantFormat):
+            index, damaged = await compute(opening.format.assemble_tolerantly, shards, inspected)
+        else:
+            index = await compute(opening.format.assemble, shards, inspected)
+        return with_folders(index, opening.columns(numbers)), damaged
 
     async def take_checksums(self, dataset: Dataset) -> None:
         """Have a checksum of every block of a local dataset, also for later daemons.
@@ -359,13 +345,59 @@ class Indexer:
         finally:
             stopped.set()
 
+    async def _find_corrupt(
+        self,
+        opening: OpeningDataset,
+        served: Storage,
+        index: SampleIndex,
+        fields: Sequence[FieldSpec],
+        damaged: Sequence[DamagedSample],
+    ) -> npt.NDArray[np.int64]:
+        """The ids of all corrupt samples, in rising order; they are reported.
+
+        A chunk that cannot be decoded makes all of its samples corrupt.
+
+        Args:
+            opening: the dataset.
+            served: its shards, uncompressed.
+            index: its samples.
+            fields: its fields, renamed and cast.
+            damaged: those that are known to be corrupt.
+
+        Raises:
+            CorruptSample: they are more than `max_corrupt`, or a shard cannot be checked.
+        """
+        decoded: DecodedShards | None = None
+        if chunks := chunks_of(index):
+            decoded = DecodedShards(served, chunks, index, self.decoding)
+        corrupt = [
+            CorruptRecord(
+                *served.shards[each.shard].place_of(each.offset), each.sample, each.reason
+            )
+            for each in damaged
+        ]
+        known = np.array([each.sample for each in damaged], np.int64)
+        checking = self.checker.run(
+            opening.location, decoded or served, index, known, fields, refresh=False
+        )
+        async with contextlib.aclosing(checking) as checked:
+            async for shard in checked:
+                if shard.failure:
+                    raise shard.failure
+                listed = served.shards[shard.number]
+                for damage in shard.damages:
+                    sample, place = shard.first_sample + damage.sample, damage.offset
+                    corrupt.append(CorruptRecord(*listed.place_of(place), sample, damage.reason))
+        corrupt.sort(key=lambda each: each.sample_id)
+        path = await self._reports.write(opening.name, opening.identity, corrupt)
+        if corrupt:
+            facts = {"dataset": opening.name, "samples": len(corrupt), "report": path}
+            log_event("corrupt samples found", facts, logging.WARNING)
+        check_limit(opening.name, corrupt, index.num_samples, opening.config.max_corrupt)
+        return np.array([each.sample_id for each in corrupt], np.int64)
+
     async def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards
-        if self._unpacked is None:
-            raise ConfigError(
-                f"dataset `{opening.name}` has compressed shards, and this daemon has no folder to "
-                "unpack them"
-            )
         if not opening.source.local_file(0) and not all(map(is_packed, shards)):
             raise InvalidRequest(
                 f"some shards of {location.text} are compressed and some are not; compress all of "
@@ -390,27 +422,6 @@ class Indexer:
                 files.append(cast("LocalFile", opening.source.local_file(number)))
                 shards.append(listed)
         return self._opener.local(files, shards, opening.unpacked)
-
-
-async def assembled(
-    opening: OpeningDataset,
-    shards: Sequence[Shard],
-    inspected: Sequence[Arrays],
-    columns: Sequence[IndexedField],
-    *,
-    is_tolerant: bool,
-) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-    """The index of shards, with the columns of their folders, and its samples that are damaged.
-
-    Raises:
-        CorruptSample: they do not make one dataset, or, unless it is tolerant, one is damaged.
-    """
-    damaged: Sequence[DamagedSample] = ()
-    if is_tolerant and isinstance(opening.format, TolerantFormat):
-        index, damaged = await compute(opening.format.assemble_tolerantly, shards, inspected)
-    else:
-        index = await compute(opening.format.assemble, shards, inspected)
-    return with_folders(index, columns), damaged
 
 
 def behind_cache(
@@ -449,78 +460,3 @@ def behind_cache(
         by_sample=is_folder and index.num_samples <= _MAX_BY_SAMPLE,
         passes_local=True,
     )
-
-
-class CorruptFinder:
-    """Finds the samples that others replace, for all datasets of a daemon."""
-
-    def __init__(
-        self,
-        checker: SampleChecker,
-        decoding: Decoders,
-        reports: CorruptReports | None,
-    ) -> None:
-        """Look at nothing yet.
-
-        Args:
-            checker: checks samples.
-            decoding: decodes them.
-            reports: names the findings; None if the daemon has no folder for it.
-        """
-        self._checker, self._decoding, self._reports = checker, decoding, reports
-
-    async def find(
-        self,
-        opening: OpeningDataset,
-        served: Storage,
-        index: SampleIndex,
-        fields: Sequence[FieldSpec],
-        damaged: Sequence[DamagedSample],
-    ) -> npt.NDArray[np.int64]:
-        """The ids of all corrupt samples, in rising order; they are reported.
-
-        A chunk that cannot be decoded makes all of its samples corrupt.
-
-        Args:
-            opening: the dataset.
-            served: its shards, uncompressed.
-            index: its samples.
-            fields: its fields, renamed and cast.
-            damaged: those that are known to be corrupt.
-
-        Raises:
-            CorruptSample: they are more than `max_corrupt`, or a shard cannot be checked.
-        """
-        if self._reports is None:
-            raise ConfigError(
-                f"dataset `{opening.name}` replaces corrupt samples, and this daemon has no folder "
-                "for their report"
-            )
-        decoded: DecodedShards | None = None
-        if chunks := chunks_of(index):
-            decoded = DecodedShards(served, chunks, index, self._decoding)
-        corrupt = [
-            CorruptRecord(
-                *served.shards[each.shard].place_of(each.offset), each.sample, each.reason
-            )
-            for each in damaged
-        ]
-        known = np.array([each.sample for each in damaged], np.int64)
-        checking = self._checker.run(
-            opening.location, decoded or served, index, known, fields, refresh=False
-        )
-        async with contextlib.aclosing(checking) as checked:
-            async for shard in checked:
-                if shard.failure:
-                    raise shard.failure
-                listed = served.shards[shard.number]
-                for damage in shard.damages:
-                    sample, place = shard.first_sample + damage.sample, damage.offset
-                    corrupt.append(CorruptRecord(*listed.place_of(place), sample, damage.reason))
-        corrupt.sort(key=lambda each: each.sample_id)
-        path = await self._reports.write(opening.name, opening.identity, corrupt)
-        if corrupt:
-            facts = {"dataset": opening.name, "samples": len(corrupt), "report": path}
-            log_event("corrupt samples found", facts, logging.WARNING)
-        check_limit(opening.name, corrupt, index.num_samples, opening.config.max_corrupt)
-        return np.array([each.sample_id for each in corrupt], np.int64)

@@ -8,7 +8,7 @@ shards that can be read are checked. All formats go through the same two seams, 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks import CheckedShard, DecodedShards
 from gyre_daemon.datasets.codecs import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample
+from gyre_daemon.datasets.formats.base import DamagedSample
 from gyre_daemon.datasets.formats.chunk_index import chunks_of
 from gyre_daemon.datasets.formats.concat import with_fields
-from gyre_daemon.datasets.indexing.indexer import Indexer, assembled
+from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
 from gyre_daemon.datasets.shard_worker import CheckMedia
@@ -113,7 +113,7 @@ async def lint_dataset(
     if not numbers:
         yield tally.progress
         return
-    async with contextlib.aclosing(indexer.scan(opening, None, numbers)) as scanning:
+    async with contextlib.aclosing(indexer.shards.run(opening, None, numbers)) as scanning:
         async for scanned in scanning:
             failure = opening.damaged.get(scanned.number)
             yield tally.scanned(opening, scanned.number, failure)
@@ -121,7 +121,9 @@ async def lint_dataset(
         tally.progress = replace(tally.progress, num_scanned=tally.progress.num_shards)
     shards = _SoundShards(opening, [each for each in numbers if each not in opening.damaged])
     try:
-        index, damaged = await _assemble(indexer, opening, shards)
+        index, damaged = await indexer.assembled(
+            opening, shards, shards.numbers, refresh=True, is_tolerant=True
+        )
     except CorruptSample as failure:
         yield tally.unfit(failure)
         return
@@ -166,18 +168,6 @@ def _chosen_of(opening: OpeningDataset, chosen: range | None) -> range:
     if opening.scan is None:  # a probe reads all of them together
         return numbers if chosen and not chosen.start else range(0)
     return numbers[chosen.start : chosen.stop]
-
-
-async def _assemble(
-    indexer: Indexer, opening: OpeningDataset, shards: "_SoundShards"
-) -> tuple[SampleIndex, Sequence[DamagedSample]]:
-    """The index of the shards that can be read, and its samples that are damaged."""
-    if opening.scan is None:
-        inspected = await indexer.probed(opening, opening.source, refresh=True)
-    else:
-        inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]
-    columns = opening.columns(shards.numbers)
-    return await assembled(opening, shards.shards, inspected, columns, is_tolerant=True)
 
 
 class _SoundShards:

@@ -204,7 +204,10 @@ class ShardIndexer:
     ) -> AsyncGenerator[IndexedShard, None]:
         """As `run`, by the sidecar of each shard."""
         stored: dict[int, Loaded] = {}
-        async for part in self._stored_parts(opening, numbers):
+        # compressed shards load theirs once they are unpacked
+        loads = opening.scan and not opening.unpacked and opening.damaged is None
+        for first in range(0, len(numbers) if loads else 0, _LOADED_AT_ONCE):
+            part = await self._stored(opening, numbers[first:][:_LOADED_AT_ONCE])
             stored |= part
             for shard, (arrays, is_fresh) in part.items():
                 if is_fresh and not changes:
@@ -340,14 +343,6 @@ class ShardIndexer:
             await save(sidecar.key, local, arrays)
         return _indexed(opening, shard, arrays, reused=reused, change=change)
 
-    async def _stored_parts(
-        self, opening: OpeningDataset, shards: Sequence[int]
-    ) -> AsyncGenerator[dict[int, Loaded], None]:
-        """Stored scans of shards, many at a time; compressed shards load theirs later."""
-        if opening.scan and not opening.unpacked and opening.damaged is None:
-            for first in range(0, len(shards), _LOADED_AT_ONCE):
-                yield await self._stored(opening, shards[first:][:_LOADED_AT_ONCE])
-
     async def _stored(self, opening: OpeningDataset, shards: Sequence[int]) -> dict[int, Loaded]:
         """The stored scans of those shards that have one; see `SidecarStore.load_all`."""
         loaded = await self._sidecars.load_all([_sidecar_of(opening, each) for each in shards])
@@ -389,7 +384,7 @@ def _joined_key(opening: OpeningDataset) -> SidecarKey | None:
     is_plain = not opening.unpacked and opening.damaged is None
     if not scan or not is_plain or len(shards) <= _MAX_UNKEPT_SHARDS:
         return None
-    return _key_of_all(opening.location, shards, scan.version, "all shards' scans")
+    return _key_of_all(opening.location, shards, "all shards' scans", scan.version)
 
 
 def _joined(scans: Sequence[Arrays | None]) -> Arrays | None:
@@ -469,33 +464,27 @@ class ProbeRunner:
         self._sidecars = sidecars
 
     async def run(
-        self,
-        probe: Probe,
-        storage: Storage,
-        location: str,
-        settings: Mapping[str, Any],
-        *,
-        refresh: bool,
-        num_shards: int | None = None,
-    ) -> Arrays:
-        """The result of a probe for the shards of a dataset.
+        self, opening: OpeningDataset, storage: Storage, num_shards: int, *, refresh: bool
+    ) -> list[Arrays]:
+        """A probe's findings in the first shards, for `Format.assemble`; empty without a probe.
 
         Args:
-            probe: the format's.
-            storage: the shards.
-            location: of the dataset, redacted.
-            settings: of the storage driver.
+            opening: the dataset.
+            storage: its shards.
+            num_shards: how many of them are probed, from the first on.
             refresh: probe the shards even if a result was kept.
-            num_shards: how many of the shards are probed, from the first on; None for all.
 
         Raises:
             CorruptSample: the shards are nothing that the format stores.
             ShardMissing, NotAllowed, StorageUnavailable: they cannot be read.
         """
-        shards = storage.shards[:num_shards]
+        probe, shards = opening.format.inspection, storage.shards[:num_shards]
+        if not isinstance(probe, Probe):
+            return []
+        settings = opening.config.storage
         if len(shards) <= _MAX_UNKEPT_SHARDS and storage.local_file(0):
-            return await self._run(probe.run(shards), storage, settings, {})
-        key = _key_of_all(location, shards, probe.version)
+            return [await self._run(probe.run(shards), storage, settings, {})]
+        key = _key_of_all(opening.location, shards, "all shards' headers", probe.version)
         check = partial(_check_probe, probe, shards)
         arrays = None if refresh else await self._sidecars.load(key, None, check)
         if arrays is None or not await self._is_current(arrays, storage, settings):
@@ -507,7 +496,7 @@ class ProbeRunner:
             ]
             beside = {_BESIDE: np.array(json.dumps(stamps))}
             await self._sidecars.try_to_save(key, None, {**arrays, **beside})
-        return _without_stamps(arrays)
+        return [_without_stamps(arrays)]
 
     async def _is_current(
         self, arrays: Arrays, storage: Storage, settings: Mapping[str, Any]
@@ -612,9 +601,7 @@ async def _read(storage: Storage, files: Sequence[int], request: ProbeRequest) -
     return ProbeResponse(await read_ranges(storage, files, starts, stops), sizes)
 
 
-def _key_of_all(
-    location: str, shards: Sequence[Shard], version: str, name: str = "all shards' headers"
-) -> SidecarKey:
+def _key_of_all(location: str, shards: Sequence[Shard], name: str, version: str) -> SidecarKey:
     """The key of the one sidecar of all shards, by a digest of how they were listed."""
     num_bytes = sum(shard.size_bytes for shard in shards)
     listed = [(shard.name, shard.size_bytes, shard.version) for shard in shards]
