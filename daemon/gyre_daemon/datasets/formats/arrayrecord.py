@@ -10,22 +10,21 @@ the footer. All numbers are little-endian.
 [Note: How a part of a file is read]
 
 The library reads files by their paths. So a part of a file goes into a memory file, at a place
-where Riegeli's block headers stay where they were, with a new footer. The library compares all
-hashes and decompresses; nothing of either is done here. It runs in processes that may be killed, as
-it may crash.
+where Riegeli's block headers stay where they were, with a new footer. Footers are records of the
+library, so it writes this one, too: into another memory file, from which its bytes are copied. The
+library computes and compares all hashes and decompresses; nothing of it is done here. It runs in
+processes that may be killed, as it may crash.
 """
 
-import functools
 import itertools
 import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import (
     Arrays,
@@ -54,32 +53,15 @@ SIGNATURE = bytes.fromhex(
     "83af70d10d884a3f0000000000000000400000000000000091bac23c9287e1a9"
     "0000000000000000e19f13c0e9b1c37273000000000000000000000000000000"
 )
-# A file that Gyre makes names at most this many chunks, so that its footer fits into one block.
+# A file that Gyre makes names at most this many chunks, which bounds the memory for its footer.
 MAX_CHUNKS = 2000
-_BLOCK_HEADER, _CHUNK_HEADER = struct.Struct("<QQ"), struct.Struct("<QQQQ")
-_HASH = struct.Struct("<Q")
-_BLOCK_HEADER_BYTES = _HASH.size + _BLOCK_HEADER.size
-_CHUNK_HEADER_BYTES = _HASH.size + _CHUNK_HEADER.size
+_BLOCK_HEADER_BYTES = 24  # a hash and two numbers
+_CHUNK_HEADER = struct.Struct("<8xQQQQ")  # behind a hash
+_CHUNK_HEADER_BYTES = _CHUNK_HEADER.size
 _USABLE_BYTES = BLOCK_BYTES - _BLOCK_HEADER_BYTES
 # The most that a chunk header may take: a block header interrupts it once.
 _HEAD_BYTES = _CHUNK_HEADER_BYTES + _BLOCK_HEADER_BYTES
-_RECORDS, _NO_COMPRESSION = ord("r"), b"\0"
 VERSION, MAGIC = 1, 0x71930E704FDAE05E
-
-_KEY = np.frombuffer(b"Riegeli/records\nRiegeli/records\n", "<u8")
-_MUL0 = np.array(
-    [0xDBE6D5D5FE4CCE2F, 0xA4093822299F31D0, 0x13198A2E03707344, 0x243F6A8885A308D3], np.uint64
-)
-_MUL1 = np.array(
-    [0x3BD39E10CB0EF593, 0xC0ACF169B5F18A8C, 0xBE5466CF34E90C6C, 0x452821E638D01377], np.uint64
-)
-_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
-# How HighwayHash mixes the bytes of two lanes; then the same for the other two.
-_ZIPPER = np.array([3, 12, 2, 5, 14, 1, 15, 0, 11, 4, 10, 13, 9, 6, 8, 7])
-_ZIPPER = np.concatenate((_ZIPPER, _ZIPPER + 16))
-_PACKET_BYTES = 32
-
-_Lanes = npt.NDArray[np.uint64]
 
 
 class Chunk(NamedTuple):
@@ -89,59 +71,6 @@ class Chunk(NamedTuple):
     stop: int
     num_records: int
     decoded_bytes: int
-
-
-# Most hashes are of the few headers that small files can have.
-@functools.lru_cache(maxsize=1024)
-def hash_of(data: bytes) -> int:
-    """HighwayHash of 64 bits with Riegeli's key; takes 20 µs for every 32 bytes."""
-    state = _Hash()
-    whole = len(data) // _PACKET_BYTES * _PACKET_BYTES
-    for begin in range(0, whole, _PACKET_BYTES):
-        state.update(np.frombuffer(data, "<u8", 4, begin))
-    if whole < len(data):
-        state.update_rest(data[whole:])
-    return state.finish()
-
-
-class _Hash:
-    """The state of HighwayHash: four vectors of four lanes."""
-
-    def __init__(self) -> None:
-        self._mul0, self._mul1 = _MUL0.copy(), _MUL1.copy()
-        self._v0, self._v1 = _MUL0 ^ _KEY, _MUL1 ^ _swapped(_KEY)
-
-    def update(self, lanes: _Lanes) -> None:
-        self._v1 += self._mul0 + lanes
-        self._mul0 ^= (self._v1 & _LOW) * (self._v0 >> _HALF)
-        self._v0 += self._mul1
-        self._mul1 ^= (self._v0 & _LOW) * (self._v1 >> _HALF)
-        self._v0 += self._v1.view(np.uint8)[_ZIPPER].view(np.uint64)
-        self._v1 += self._v0.view(np.uint8)[_ZIPPER].view(np.uint64)
-
-    def update_rest(self, rest: bytes) -> None:
-        """Take the last 1 to 31 bytes."""
-        count = len(rest)
-        self._v0 += np.uint64((count << 32) + count)
-        halves = self._v1.view(np.uint32)
-        halves[:] = halves << np.uint32(count) | halves >> np.uint32(32 - count)
-        packet, quads = bytearray(_PACKET_BYTES), count & ~3
-        packet[:quads], tail = rest[:quads], rest[quads:]
-        if count & 16:
-            packet[28:] = rest[-4:]
-        elif tail:
-            packet[16:19] = bytes((tail[0], tail[len(tail) >> 1], tail[-1]))
-        self.update(np.frombuffer(packet, "<u8"))
-
-    def finish(self) -> int:
-        for _ in range(4):
-            self.update(_swapped(self._v0[[2, 3, 0, 1]]))
-        lanes = (each[:1] for each in (self._v0, self._v1, self._mul0, self._mul1))
-        return int(np.concatenate(list(lanes)).sum())
-
-
-def _swapped(lanes: _Lanes) -> _Lanes:
-    return lanes << _HALF | lanes >> _HALF
 
 
 def chunks_of(data: memoryview, start: int) -> Iterator[Chunk]:
@@ -166,7 +95,7 @@ def chunks_of(data: memoryview, start: int) -> Iterator[Chunk]:
 
 
 def _chunk_of(head: bytes, start: int) -> Chunk:
-    data_bytes, _, kind, decoded_bytes = _CHUNK_HEADER.unpack_from(head, _HASH.size)
+    data_bytes, _, kind, decoded_bytes = _CHUNK_HEADER.unpack_from(head)
     num_records = kind >> 8
     num_bytes = _CHUNK_HEADER_BYTES + data_bytes
     headers = (num_bytes + (start + _USABLE_BYTES - 1) % BLOCK_BYTES) // _USABLE_BYTES
@@ -175,38 +104,6 @@ def _chunk_of(head: bytes, start: int) -> Chunk:
     least = start + num_records
     stop = max(stop, least + max(-least % BLOCK_BYTES - _USABLE_BYTES + 1, 0))
     return Chunk(start, stop, num_records, decoded_bytes)
-
-
-def footer_and_postscript(chunks: Sequence[Chunk], stop: int) -> tuple[int, bytes, bytes]:
-    """The end that makes an ArrayRecord file of at most `MAX_CHUNKS` chunks, which stop there.
-
-    Returns:
-        Where the footer begins; the footer; and the last block of the file, which begins
-        `BLOCK_BYTES` behind the footer.
-    """
-    begin = stop + -stop % BLOCK_BYTES
-    total = sum(chunk.num_records for chunk in chunks)
-    counts = _message((1, VERSION), (2, len(chunks)), (3, total))
-    entries = [
-        _message((1, chunk.start), (2, chunk.decoded_bytes), (3, chunk.num_records))
-        for chunk in chunks
-    ]
-    footer = _block([b"\x0a" + _varint(len(counts)) + counts, *entries])
-    place = _message((1, begin), (2, MAGIC))
-    return begin, footer, _block([place]).ljust(BLOCK_BYTES, b"\0")
-
-
-def _block(records: Sequence[bytes]) -> bytes:
-    """A chunk with records, not compressed, at the beginning of a block that it does not leave."""
-    sizes = b"".join(_varint(len(record)) for record in records)
-    values = b"".join(records)
-    data = _NO_COMPRESSION + _varint(len(sizes)) + sizes + values
-    kind = _RECORDS | len(records) << 8
-    header = _CHUNK_HEADER.pack(len(data), hash_of(data), kind, len(values))
-    chunk = _HASH.pack(hash_of(header)) + header + data
-    its_end = max(_BLOCK_HEADER_BYTES + len(chunk), len(records))
-    around = _BLOCK_HEADER.pack(0, its_end)
-    return _HASH.pack(hash_of(around)) + around + chunk
 
 
 def _message(*fields: tuple[int, int]) -> bytes:
@@ -287,13 +184,13 @@ def _read(data: memoryview, start: int, chunks: Sequence[Chunk]) -> list[bytes]:
 
     # not into the first block, in which the library looks for a signature
     shift = BLOCK_BYTES + start % BLOCK_BYTES - start
-    moved = [chunk._replace(start=chunk.start + shift, stop=chunk.stop + shift) for chunk in chunks]
-    begin, footer, postscript = footer_and_postscript(moved, start + len(data) + shift)
+    stop = start + len(data) + shift
+    footer = stop + -stop % BLOCK_BYTES
+    moved = [chunk._replace(start=chunk.start + shift) for chunk in chunks]
     file = os.memfd_create("gyre-records")
     try:
         _write(file, data, start + shift)
-        _write(file, footer, begin)
-        _write(file, postscript, begin + BLOCK_BYTES)
+        _write(file, _end_of_file(array_record_module.ArrayRecordWriter, moved, footer), footer)
         # no threads: the bytes are in memory
         reader = array_record_module.ArrayRecordReader(f"/proc/self/fd/{file}", "max_parallelism:0")
         try:
@@ -307,6 +204,34 @@ def _read(data: memoryview, start: int, chunks: Sequence[Chunk]) -> list[bytes]:
     finally:
         os.close(file)
     return records
+
+
+def _end_of_file(make_writer: Any, chunks: Sequence[Chunk], start: int) -> bytes:
+    """The footer that names these chunks and begins there, and the block that names the footer."""
+    total = sum(chunk.num_records for chunk in chunks)
+    counts = _message((1, VERSION), (2, len(chunks)), (3, total))
+    footer = [b"\x0a" + _varint(len(counts)) + counts]
+    footer += [
+        _message((1, chunk.start), (2, chunk.decoded_bytes), (3, chunk.num_records))
+        for chunk in chunks
+    ]
+    postscript = _message((1, start), (2, MAGIC))
+    file = os.memfd_create("gyre-footer")
+    try:
+        # each chunk begins a block, but for the first one, which is left out
+        options = f"group_size:{len(footer)},uncompressed,pad_to_block_boundary:true"
+        writer = make_writer(f"/proc/self/fd/{file}", f"{options},max_parallelism:1")
+        try:
+            for record in (*[b""] * len(footer), *footer, postscript):
+                writer.write(record)
+        finally:
+            writer.close()
+        written = os.pread(file, os.fstat(file).st_size, 0)
+    finally:
+        os.close(file)
+    its = chunks_of(memoryview(written)[len(SIGNATURE) :], len(SIGNATURE))
+    _, begin, last = (chunk.start for chunk in itertools.islice(its, 3))
+    return written[begin : last + BLOCK_BYTES]
 
 
 def _write(file: int, data: bytes | memoryview, offset: int) -> None:
