@@ -309,11 +309,12 @@ class TestFiles(IndexContract):
     def test_wrong_options_are_refused(self) -> None:
         for key, value in (
             ("types", {"label": "float"}),
-            ("class_folder", "middle"),
             ("extensions", [".jpg"]),
         ):
             with pytest.raises(ConfigError, match=f"`{key}` of a files dataset"):
                 self.made(**{key: value})
+        with pytest.raises(ConfigError, match="'middle': expected one of first, last"):
+            self.made(class_folder="middle")
         with pytest.raises(ConfigError, match="must have file, path or a text"):
             index_of({"a/1.jpg": b"1"}, fields=["class"])
         with pytest.raises(

@@ -99,7 +99,7 @@ def test_header_bytes_say_where_ids_begin_and_nothing_is_looked_at() -> None:
     assert Files(image).index(header_bytes=0, dtype="uint16").num_samples == 63, "the way out"
     with pytest.raises(ConfigError, match="`dtype` is missing"):
         Files(contents).index(header_bytes=100)
-    with pytest.raises(ConfigError, match="header_bytes of a tokens dataset must be 0 to"):
+    with pytest.raises(ConfigError, match=r"header_bytes .* is -1: expected `int` >= 0"):
         Files(contents).index(header_bytes=-1, dtype="uint16")
 
 
@@ -309,7 +309,7 @@ def test_a_vocabulary_that_the_dtype_cannot_hold_is_refused() -> None:
     contents = {"a.bin": IDS.astype("<u2").tobytes()}
     with pytest.raises(ConfigError, match="a vocabulary of 65537 do not fit into the uint16"):
         Files(contents).index(dtype="uint16", vocabulary=65537)
-    with pytest.raises(ConfigError, match="vocabulary 0 to"):
+    with pytest.raises(ConfigError, match=r"vocabulary .* is -1: expected `int` >= 0"):
         Files(contents).index(dtype="uint16", vocabulary=-1)
     whole = Files(contents).index(dtype="uint16")
     assert whole.digest() == Files(contents).index(dtype="uint16", vocabulary=5000).digest(), (

@@ -88,10 +88,19 @@ def test_half_a_token(num_bytes: int) -> None:
     [
         ({}, "`sequence_length` of a tokens dataset is missing"),
         ({"sequence_length": 0}, "`sequence_length` .* is missing: .* 1 to"),
-        ({"sequence_length": -1}, "sequence_length .* must be 1 to"),
-        ({"sequence_length": 1 << 70}, "sequence_length .* must be 1 to"),
-        ({"sequence_length": 2, "stride": -1}, "stride 0 to"),
-        ({"sequence_length": 2, "stride": 10**30}, "stride 0 to"),
+        ({"sequence_length": -1}, "sequence_length .* is -1: expected `int` >= 0"),
+        ({"sequence_length": (1 << 40) + 1}, "sequence_length .*: expected `int` <= 1099511627776"),
+        ({"sequence_length": 1 << 70}, "sequence_length .* is 1180591620717411303424: "),
+        ({"sequence_length": 2, "stride": -1}, "stride .* is -1: expected `int` >= 0"),
+        (
+            {"sequence_length": 2, "stride": 10**30},
+            "stride .* is 1000000000000000000000000000000: ",
+        ),
+        ({"sequence_length": 2, "vocabulary": -1}, "vocabulary .* is -1: expected `int` >= 0"),
+        (
+            {"sequence_length": 2, "samples": "lines"},
+            "samples .*: expected one of windows, documents",
+        ),
         ({"sequence_length": "many"}, "is 'many': expected `int`"),
         ({"sequence_length": 2.5}, "is 2.5: expected `int`"),
         (

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -288,7 +288,7 @@ class FilesOptions:
 
     extensions: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
-    class_folder: str = "last"
+    class_folder: Literal["first", "last"] = "last"
     path_column: str = ""
     types: Mapping[str, str] = field(default_factory=dict)
 
@@ -301,11 +301,6 @@ class FilesOptions:
                     f"`types` of a files dataset calls {name!r:.100} {kind!r:.100}; it must be one "
                     f"of {', '.join(TYPES)}"
                 )
-        if self.class_folder not in ("first", "last"):
-            raise ConfigError(
-                f"`class_folder` of a files dataset is {self.class_folder!r:.100}; it must be "
-                "first or last"
-            )
         if any(not each or "." in each or "/" in each for each in self.extensions):
             raise ConfigError(
                 "`extensions` of a files dataset must be the ends of names behind their last dot, "
