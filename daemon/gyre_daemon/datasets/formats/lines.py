@@ -51,7 +51,7 @@ _BUFFER_BYTES = 1 << 20
 # are found.
 MAX_FRAME_BYTES = 1 << 30
 _MAGIC, _SKIPPABLE, _SKIPPABLE_MASK = 0xFD2FB528, 0x184D2A50, 0xFFFFFFF0
-_HEAD, _SKIPPED = struct.Struct("<I"), struct.Struct("<II")
+_HEAD = struct.Struct("<I")
 
 
 class Frame(NamedTuple):
@@ -88,25 +88,15 @@ def frames(file: BinaryIO) -> Iterator[Frame]:
     """
     offset, rest = 0, b""  # of the bytes that were read, those that no frame had yet
     while True:
-        while len(rest) < _SKIPPED.size and (more := file.read(_PIECE_BYTES)):
+        while len(rest) < _HEAD.size and (more := file.read(_PIECE_BYTES)):
             rest += more
         if not rest:
             return
-        start = offset
-        magic, num_bytes = _SKIPPED.unpack(rest[: _SKIPPED.size].ljust(_SKIPPED.size, b"\0"))
-        if magic & _SKIPPABLE_MASK == _SKIPPABLE and len(rest) >= _SKIPPED.size:
-            left = _SKIPPED.size + num_bytes
-            while left and (rest := rest or file.read(_PIECE_BYTES)):
-                taken = min(len(rest), left)
-                rest, offset, left = rest[taken:], offset + taken, left - taken
-            if left:
-                raise ValueError(f"it is cut off at byte {offset}")
-            continue
-        if magic != _MAGIC:
-            raise ValueError(f"at byte {start} begins no frame of zstd")
+        start, (magic,) = offset, _HEAD.unpack(rest[: _HEAD.size].ljust(_HEAD.size, b"\0"))
         data, num_bytes, rest = _one_frame(rest, file, start)
         offset += num_bytes
-        yield Frame(start, offset, data)
+        if magic & _SKIPPABLE_MASK != _SKIPPABLE:
+            yield Frame(start, offset, data)
 
 
 def _one_frame(rest: bytes, file: BinaryIO, start: int) -> tuple[bytes, int, bytes]:
