@@ -61,7 +61,12 @@ from gyre_daemon.datasets.formats.lines import (
     scan_lines,
 )
 from gyre_daemon.datasets.formats.sample_table import SchemaOptions
-from gyre_daemon.datasets.formats.values import check_json, lone_surrogate, without_surrogates
+from gyre_daemon.datasets.formats.values import (
+    as_json,
+    check_json,
+    lone_surrogate,
+    without_surrogates,
+)
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -86,8 +91,6 @@ _NOTHING = np.empty(0, np.uint8)
 _NAME_AN_ARRAY = "If the file is one JSON array of records, name it `.json`"
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RECORDS = msgspec.json.Decoder(list[msgspec.Raw])
-# Python writes these numbers, which JSON lacks; others of the same length stand for them.
-_NOT_FINITE = ((b"NaN", b"0.0"), (b"Infinity", b"10000000"))
 # An object whose first key has an array.
 _OF_ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*("(?:[^"\\]|\\.){0,100}")\s*:\s*\[')
 
@@ -136,10 +139,7 @@ def _records(data: bytes) -> list[msgspec.Raw]:
     try:
         return _RECORDS.decode(data)
     except msgspec.DecodeError:
-        mended = without_surrogates(data)
-        for word, number in _NOT_FINITE:
-            mended = mended.replace(word, number)  # harmless in a string: only places count
-        return _RECORDS.decode(mended)
+        return _RECORDS.decode(as_json(data))
 
 
 def _is_array(head: bytes) -> bool:

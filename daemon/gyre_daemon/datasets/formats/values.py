@@ -2,7 +2,6 @@
 
 import codecs
 import itertools
-import json
 import math
 import re
 
@@ -13,11 +12,10 @@ import numpy.typing as npt
 MAX_NUMBER_CHARS = 64
 # Text is decoded in pieces, so that other threads get their turns and no copy of it is made.
 _TEXT_BYTES = 1 << 20
-# One document holds the interpreter while it is parsed: 4 ms for this many values, and as long for
-# a document of this size whose values are skipped. With a hundred times as much, no other
-# thread of the daemon runs for half a second, and the values take a hundred times the memory.
-_MAX_JSON_VALUES, _MAX_JSON_BYTES = 20_000, 1 << 20
-_NOT_FINITE = ("NaN", "-Infinity", "Infinity")  # Python writes them, though JSON has none
+# One document holds the interpreter while its values are skipped: 4 ms for one of this size. With a
+# hundred times as much, no other thread of the daemon runs for half a second.
+_MAX_JSON_BYTES = 1 << 20
+_NOT_FINITE = (b"NaN", b"-Infinity", b"Infinity")  # Python writes them, though JSON has none
 _SKIPPING = msgspec.json.Decoder(msgspec.Raw)
 # Escapes of JSON text: a backslash, a pair of surrogates, or a lone one, which is the group.
 _ESCAPES = re.compile(
@@ -55,23 +53,10 @@ def check_json(data: bytes | memoryview) -> None:
     if len(data) > _MAX_JSON_BYTES:
         return
     try:
-        _SKIPPING.decode(data)
-        return
-    except msgspec.DecodeError:
-        pass  # Python's `json` writes and reads more than JSON has
-    except RecursionError as error:
-        raise ValueError("the JSON is nested too deeply") from error
-    text = str(
-        without_surrogates(bytes(data)), "utf-8"
-    )  # given bytes, `json` would accept UTF-16 too
-    num_values = text.count(",") + text.count("[") + text.count("{")  # at most, without keys
-    try:
-        if num_values <= _MAX_JSON_VALUES:
-            json.loads(text)
-        else:
-            for word in _NOT_FINITE:
-                text = text.replace(word, "[]")  # a value, and harmless in a string
-            _SKIPPING.decode(text)
+        try:
+            _SKIPPING.decode(data)
+        except msgspec.DecodeError:
+            _SKIPPING.decode(as_json(bytes(data)))
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
     except RecursionError as error:
@@ -88,6 +73,17 @@ def without_surrogates(data: bytes) -> bytes:
     if b"\\ud" not in data and b"\\uD" not in data:
         return data
     return _ESCAPES.sub(lambda each: b"\\ufffd" if each[1] else each[0], data)
+
+
+def as_json(data: bytes) -> bytes:
+    """Text of Python's `json` as JSON of the same size, to be parsed for its structure alone.
+
+    An empty array stands for each number that JSON lacks, which is harmless in a string.
+    """
+    data = without_surrogates(data)
+    for word in _NOT_FINITE:
+        data = data.replace(word, b"[]".ljust(len(word)))
+    return data
 
 
 def check_texts(data: memoryview, begins: npt.NDArray[np.int64]) -> None:
