@@ -28,7 +28,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
     chunk_arrays,
     text_column,
 )
-from gyre_daemon.datasets.formats.sample_table import Wanted
+from gyre_daemon.datasets.formats.sample_table import ColumnOptions
 from gyre_daemon.errors import ConfigError
 
 # Structs of exactly these are how Hugging Face datasets store images, audio and other files.
@@ -74,26 +74,26 @@ class ServedColumn:
         return leaf == self.path or leaf.startswith(self.path + ".")
 
 
-def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
+def served_columns(schema: Any, options: ColumnOptions) -> list[ServedColumn]:
     """The served columns.
 
     Args:
         schema: of pyarrow.
-        wanted: which columns.
+        options: say which columns.
 
     Raises:
         ConfigError: there is no such column, or a batch cannot have it.
     """
     names = list(schema.names)
-    pairs = list(wanted.pairs) or [(name, name) for name in names]
+    pairs = list(options.pairs) or [(name, name) for name in names]
     check_names([field for field, _ in pairs], "columns")
-    columns, features, lengths = [], _features(schema), dict(wanted.lengths)
-    if absent := [name for name in lengths if name not in names and not wanted.may_lack]:
+    columns, features, lengths = [], _features(schema), options.declared
+    if absent := [name for name in lengths if name not in names and not options.may_lack]:
         raise ConfigError(
             f"`lengths` has {absent[0]!r:.100}, and the files have {', '.join(names):.1000}"
         )
     for field, name in pairs:
-        if wanted.may_lack and _lacks(schema, name):
+        if options.may_lack and _lacks(schema, name):
             continue
         if names.count(name) != 1:
             raise ConfigError(
@@ -126,7 +126,7 @@ def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
                 is_whole and _is_stored(column.type),
             )
         )
-    if wanted.may_lack and not columns:
+    if options.may_lack and not columns:
         raise ConfigError(f"it has none of the columns to serve; it has {', '.join(names):.1000}")
     return columns
 
@@ -541,14 +541,14 @@ class _Messages:
             raise ValueError("it goes on behind the end of its stream")
 
 
-def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
+def scan_arrow(options: ColumnOptions, shard: str, file: BinaryIO) -> Arrays:
     """The `chunk_arrays` of a file, whose chunks are its record batches.
 
     Where the buffers of the file have the tensors' bytes, rows are found there (`base`). Otherwise
     record batches must be decoded.
 
     Args:
-        wanted: which columns.
+        options: say which columns.
         shard: for messages.
         file: see `_Messages`.
 
@@ -558,14 +558,14 @@ def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
     """
     messages = _Messages(file)
     try:
-        return _scan(messages, wanted)
+        return _scan(messages, options)
     except ConfigError as error:
         raise ConfigError(f"shard {shard}: {error}") from error
     except (ValueError, RecursionError, OverflowError) as error:
         raise corrupt(shard, messages.offset, f"{error!s:.500}") from error
 
 
-def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
+def _scan(messages: _Messages, options: ColumnOptions) -> Arrays:
     schema: Any = None
     found: _Batches | None = None
     head: list[Any] = []  # the schema and the dictionaries before all record batches
@@ -580,7 +580,7 @@ def _scan(messages: _Messages, wanted: Wanted) -> Arrays:
                 raise ValueError(_TOO_LARGE)
             if num_rows:
                 shared = begin, messages.offset
-                found = found or _Batches(schema, wanted, message, head, shared)
+                found = found or _Batches(schema, options, message, head, shared)
                 found.add(message, num_rows, messages.offset, stop)
             continue
         if kind == "schema":
@@ -653,14 +653,19 @@ class _Batches:
     """
 
     def __init__(
-        self, schema: Any, wanted: Wanted, first: Any, head: Sequence[Any], shared: tuple[int, int]
+        self,
+        schema: Any,
+        options: ColumnOptions,
+        first: Any,
+        head: Sequence[Any],
+        shared: tuple[int, int],
     ) -> None:
         """Decide by the first record batch; `head` are all messages before it, and `shared` where.
 
         Raises:
             ConfigError: the columns do not fit.
         """
-        self._columns, self._schema = served_columns(schema, wanted), _undecoded_schema(schema)
+        self._columns, self._schema = served_columns(schema, options), _undecoded_schema(schema)
         self._specs = [column.spec for column in self._columns]
         are_stored = all(column.is_stored for column in self._columns)
         self.are_decoded = not are_stored or _batch(first, self._schema) is None
@@ -712,7 +717,7 @@ class _Batches:
         return replace(chunk, columns=[each for _, _, each in found], places=places)
 
 
-def decode_batch(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
+def decode_batch(options: ColumnOptions, chunk: StoredChunk) -> Sequence[Column]:
     """The columns of a record batch.
 
     Raises:
@@ -720,7 +725,7 @@ def decode_batch(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
     """
     (_, shared), (_, data) = chunk.pieces
     batch = _decoded(shared, data)
-    return _columns_of(batch, served_columns(batch.schema, wanted))
+    return _columns_of(batch, served_columns(batch.schema, options))
 
 
 def _decoded(shared: bytes | memoryview, data: Any) -> Any:

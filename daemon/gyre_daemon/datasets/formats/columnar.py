@@ -36,9 +36,7 @@ from gyre_daemon.datasets.formats.chunk_index import (
 from gyre_daemon.datasets.formats.concat import assemble_union
 from gyre_daemon.datasets.formats.sample_table import (
     ColumnOptions,
-    Wanted,
     are_compressed,
-    scan_version,
 )
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import PositionedFile, Shard
@@ -55,7 +53,7 @@ _TAIL_BYTES = 8  # behind the footer: its size, and a magic
 # pyarrow reads this much behind column chunks of old writers, which recorded too small sizes.
 _SLACK_BYTES = 128
 
-_footers: dict[tuple[Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
+_footers: dict[tuple[str, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
 
 def _rows() -> ModuleType:
@@ -65,17 +63,17 @@ def _rows() -> ModuleType:
     return arrow_rows
 
 
-def _scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
-    scan: Arrays = _rows().scan_arrow(wanted, shard, file)
+def _scan_arrow(options: ColumnOptions, shard: str, file: BinaryIO) -> Arrays:
+    scan: Arrays = _rows().scan_arrow(options, shard, file)
     return scan
 
 
-def _decode_arrow(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
-    columns: Sequence[Column] = _rows().decode_batch(wanted, chunk)
+def _decode_arrow(options: ColumnOptions, chunk: StoredChunk) -> Sequence[Column]:
+    columns: Sequence[Column] = _rows().decode_batch(options, chunk)
     return columns
 
 
-def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
+def _scan_parquet(options: ColumnOptions, shard: str, file: BinaryIO) -> Arrays:
     """The `chunk_arrays` of a file.
 
     Raises:
@@ -87,7 +85,7 @@ def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
         opened = _open(file)
         # a table without rows may have columns of unknown types
         served = _rows().served_columns
-        columns = served(opened.schema_arrow, wanted) if opened.metadata.num_rows else []
+        columns = served(opened.schema_arrow, options) if opened.metadata.num_rows else []
         fixed = sum(column.spec.element_bytes for column in columns if not column.spec.ragged)
         chunks = []
         shard_bytes = file.seek(0, os.SEEK_END)
@@ -119,21 +117,23 @@ def _scan_parquet(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
         raise corrupt(shard, None, f"{where} cannot be read: {error!s:.500}") from error
 
 
-def _decode_parquet(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
+def _decode_parquet(options: ColumnOptions, chunk: StoredChunk) -> Sequence[Column]:
     """The columns of a row group; a `Decode`."""
     (_, footer), *pieces = chunk.pieces
-    metadata, columns = _footer(wanted, chunk.shard, footer)
+    metadata, columns = _footer(options, chunk.shard, footer)
     opened = _open(_Pieces(pieces, chunk.shard_bytes), metadata)
     return _read(opened, chunk.number, columns)
 
 
-def _footer(wanted: Wanted, shard: str, footer: memoryview) -> "tuple[Any, list[ServedColumn]]":
-    key = (wanted, shard, len(footer), zlib.crc32(footer))
+def _footer(
+    options: ColumnOptions, shard: str, footer: memoryview
+) -> "tuple[Any, list[ServedColumn]]":
+    key = (repr(options), shard, len(footer), zlib.crc32(footer))
     if key not in _footers:
         if len(_footers) >= _MAX_FOOTERS:
             del _footers[next(iter(_footers))]
         opened = _open(io.BytesIO(footer))
-        _footers[key] = opened.metadata, _rows().served_columns(opened.schema_arrow, wanted)
+        _footers[key] = opened.metadata, _rows().served_columns(opened.schema_arrow, options)
     return _footers[key]
 
 
@@ -257,8 +257,8 @@ class _ColumnFormat(ChunkFormat):
 
     name: ClassVar[str]
     magic: ClassVar[bytes]
-    scan: ClassVar["staticmethod[[Wanted, str, BinaryIO], Arrays]"]
-    decode: ClassVar["staticmethod[[Wanted, StoredChunk], Sequence[Column]]"]
+    scan: ClassVar["staticmethod[[ColumnOptions, str, BinaryIO], Arrays]"]
+    decode: ClassVar["staticmethod[[ColumnOptions, StoredChunk], Sequence[Column]]"]
     seeks: ClassVar[bool]
     unpacks_gzip = False
 
@@ -269,7 +269,7 @@ class _ColumnFormat(ChunkFormat):
             ConfigError: pyarrow is not installed.
         """
         require_library("pyarrow", f"the format {self.name} needs", "arrow")
-        self._options, self._columns = options, options.wanted
+        self._options = options
 
     @classmethod
     def recognises(cls, head: bytes) -> bool:
@@ -278,24 +278,26 @@ class _ColumnFormat(ChunkFormat):
 
     @property
     def inspection(self) -> Scan:
-        version = scan_version(f"{self.name}/3", self._columns)
-        run, ragged = partial(type(self).scan, self._columns), self._options.ragged
-        return Scan(version, run, num_rows, check_chunks, seeks=self.seeks, ragged=ragged)
+        options = self._options
+        union = ["union"] * options.may_lack
+        pairs = [f"{field}={column}" for field, column in options.pairs]
+        lengths = [f"{name}:{length}" for name, length in options.declared.items()]
+        version = " ".join([f"{self.name}/3", *union, *pairs, *lengths])
+        run = partial(type(self).scan, options)
+        return Scan(version, run, num_rows, check_chunks, seeks=self.seeks, ragged=options.ragged)
 
     def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         return assemble_union(self._options, shards, inspected, "fields", self._index_of_equal)
 
     def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
         """The index of shards that have the same columns."""
-        decode, identity = (
-            partial(type(self).decode, self._columns),
-            self._identity(shards, inspected),
-        )
+        decode = partial(type(self).decode, self._options)
+        identity = self._identity(shards, inspected)
         return ChunkIndex(shards, inspected, decode, self.noun, identity)
 
     def _identity(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bytes:
         """See `ChunkIndex`."""
-        return f"{self.name} {self._columns.pairs}".encode()
+        return f"{self.name} {self._options.pairs}".encode()
 
 
 class ArrowFormat(_ColumnFormat):

@@ -238,8 +238,7 @@ class JsonlOptions(SchemaOptions):
     def wanted(self) -> "JsonColumns":
         """The chosen columns."""
         types = tuple((name, cast("TypeName", kind)) for name, kind in self.types.items())
-        may_lack = self.schema == "union"
-        return JsonColumns(self.pairs, types, may_lack, self.replaces_surrogates)
+        return JsonColumns(self.pairs, types, self.may_lack, self.replaces_surrogates)
 
 
 class JsonlFormat(ChunkFormat, TextFormat):

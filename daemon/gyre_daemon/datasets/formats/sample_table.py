@@ -305,20 +305,10 @@ class SchemaOptions:
         """Names of the wanted fields, and of their columns; empty for all columns."""
         return tuple(renamed(self.columns, "columns"))
 
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which columns are served.
-
-    Attributes:
-        pairs: names of the fields, and of their columns; empty for all columns.
-        may_lack: whether a file may lack some; columns of the type null are lacking, too.
-        lengths: of lists that all have one, by the names of their columns.
-    """
-
-    pairs: tuple[tuple[str, str], ...] = ()
-    may_lack: bool = False
-    lengths: tuple[tuple[str, int], ...] = ()
+    @property
+    def may_lack(self) -> bool:
+        """Whether a shard may lack some of the columns."""
+        return self.schema == "union"
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,22 +330,14 @@ class ColumnOptions(SchemaOptions):
                 raise ConfigError(f"`lengths` of {name!r:.100} must be at least 0 (got {length})")
 
     @property
-    def wanted(self) -> Wanted:
-        """The chosen columns."""
-        lengths = {name: length for name, length in self.lengths.items() if length}
-        return Wanted(self.pairs, self.schema == "union", tuple(sorted(lengths.items())))
+    def declared(self) -> Mapping[str, int]:
+        """The lengths other than 0, by the names of the columns in their order."""
+        return {name: length for name, length in sorted(self.lengths.items()) if length}
 
     @property
     def ragged(self) -> tuple[str, ...]:
         """See `Scan.ragged`."""
         return ragged_fields(self.lengths, self.pairs)
-
-
-def scan_version(version: str, wanted: Wanted) -> str:
-    """A version of scans that changes with their code and with the chosen columns."""
-    union = ["union"] * wanted.may_lack
-    pairs = [f"{field}={column}" for field, column in wanted.pairs]
-    return " ".join([version, *union, *pairs, *(f"{name}:{size}" for name, size in wanted.lengths)])
 
 
 def chosen_columns(
