@@ -26,6 +26,7 @@ from gyre_daemon.datasets.formats.values import (
     check_json,
     check_text,
     check_texts,
+    lossless_cast,
     parse_integer,
     parse_number,
 )
@@ -136,16 +137,10 @@ def _finish_cast(spec: FieldSpec, scratch: memoryview, destination: memoryview) 
     count = destination.nbytes // spec.dtype.itemsize
     if len(stored) != count * dtype.itemsize:
         raise ValueError(f"{len(stored)} bytes are not {count} numbers of {dtype}")
-    values = np.frombuffer(stored, dtype)
-    with np.errstate(all="ignore"):
-        cast = values.astype(spec.dtype)
-        if spec.dtype.kind == "f":
-            is_lost = np.isinf(cast) & np.isfinite(values)
-        else:
-            is_lost = (cast.astype(dtype) != values) | ((cast < 0) != (values < 0))
-    if is_lost.any():
-        lost = values[np.argmax(is_lost)]
-        raise ValueError(f"{lost} does not fit into {spec.dtype}; choose a wider dtype in `cast`")
+    try:
+        cast = lossless_cast(np.frombuffer(stored, dtype), spec.dtype)
+    except ValueError as error:
+        raise ValueError(f"{error}; choose a wider dtype in `cast`") from None
     np.frombuffer(destination, spec.dtype)[:] = cast
 
 

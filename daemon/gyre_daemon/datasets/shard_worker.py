@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from gyre_daemon.datasets import known_formats
 from gyre_daemon.datasets.codecs import check_field, has_checks
-from gyre_daemon.datasets.formats.base import FieldSpec, array_of
+from gyre_daemon.datasets.formats.base import FieldSpec, array_of, json_of
 from gyre_daemon.datasets.formats.chunk_index import (
     DamagedPart,
     Decode,
@@ -58,8 +58,11 @@ CheckMedia = Callable[[str, memoryview], str]  # see `transforms.recipes.check_m
 _MEDIA = ("image", "audio", "video")
 _MAX_KINDS = 20  # of reasons why media were not decoded
 _Integers = npt.NDArray[np.int64]
-# Reasons kept of one shard. Beyond it, only the numbers of damaged samples are.
+# Reasons kept of one shard: as JSON, at most 3.6 MB. Beyond it, only the numbers of damaged samples
+# are.
 _MAX_REASONS, _MAX_REASON_CHARS = 1000, 300
+_REASONS = msgspec.json.Decoder(list[str])
+_COUNTS = msgspec.json.Decoder(list[tuple[str, int]])
 # Bytes read at once where samples are smaller. More would read the bytes between fields
 # that are far apart; less costs a call for every few small samples.
 _CHECKED_AT_ONCE_BYTES = 64 << 10
@@ -235,13 +238,7 @@ def from_arrays(arrays: Arrays, num_samples: int) -> list[Damage]:
         samples[0] >= 0 and samples[-1] < num_samples and (np.diff(samples) > 0).all()
     ):
         raise ValueError("its damaged samples are not those of the shard")
-    text = array_of(arrays, "reasons", np.uint8)
-    if len(text) > _MAX_REASONS * _MAX_REASON_CHARS * 12 + 2:
-        raise ValueError("its reasons are too long")
-    try:
-        reasons = msgspec.json.decode(text.tobytes(), type=list[str])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError("its reasons cannot be read") from error
+    reasons = json_of(arrays, "reasons", _REASONS, "its reasons cannot be read")
     reasons += ["damaged, as others of this shard"] * (len(samples) - len(reasons))
     return [
         Damage(*each) for each in zip(samples.tolist(), offsets.tolist(), reasons, strict=False)
@@ -303,8 +300,7 @@ def media_of(arrays: Arrays) -> dict[str, int]:
     Raises:
         ValueError: the arrays are not those of a check.
     """
-    text = array_of(arrays, "media", np.uint8)
-    return dict(msgspec.json.decode(text.tobytes(), type=list[tuple[str, int]]))
+    return dict(json_of(arrays, "media", _COUNTS, "its counts of media cannot be read"))
 
 
 class _ForwardReader:

@@ -47,6 +47,7 @@ from gyre_daemon.datasets.formats.sample_table import (
     described,
     located_bounds,
 )
+from gyre_daemon.datasets.formats.values import lossless_cast
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest
 from gyre_daemon.order.permutation import BlockTable, Int64Array, blocks_that_begin_at, kept_tables
 from gyre_daemon.storage.shard import Shard
@@ -578,26 +579,19 @@ def _default_bytes(spec: FieldSpec, defaults: Mapping[str, Any]) -> bytes:
 
 def _default_numbers(spec: FieldSpec, value: Any) -> bytes:
     """Numbers as the tensor has them; one number stands for all of an array of one shape."""
-    kind = f"{spec.dtype}{list(spec.shape) or ''}"
     try:
         found = np.array(value)
         if not found.size and spec.ragged:
             return b""
-        wanted = (*found.shape[:1], *spec.shape) if spec.ragged else spec.shape
-        values = np.broadcast_to(found, wanted)
-        with np.errstate(all="ignore"):
-            cast = values.astype(spec.dtype)
+        is_alike = found.dtype.kind in "biuf" and (found.dtype.kind == "b") == (
+            spec.dtype.kind == "b"
+        )
+        if is_alike and (found.ndim > 0 or not spec.ragged):
+            wanted = (*found.shape[:1], *spec.shape) if spec.ragged else spec.shape
+            return lossless_cast(np.broadcast_to(found, wanted), spec.dtype).tobytes()
     except (TypeError, ValueError, OverflowError):
-        raise _no_default(spec, value, kind) from None
-    is_alike = found.dtype.kind in "biuf" and (found.dtype.kind == "b") == (spec.dtype.kind == "b")
-    is_list = found.ndim > 0 or not spec.ragged
-    if spec.dtype.kind == "f":
-        is_lost = np.isinf(cast) & np.isfinite(values) if is_alike else np.array(True)
-    else:
-        is_lost = (cast != values) | ((cast < 0) != (values < 0))
-    if not (is_alike and is_list) or is_lost.any():
-        raise _no_default(spec, value, kind)
-    return cast.tobytes()
+        pass
+    raise _no_default(spec, value, f"{spec.dtype}{list(spec.shape) or ''}")
 
 
 def _no_default(spec: FieldSpec, value: Any, kind: str) -> ConfigError:

@@ -141,3 +141,22 @@ def parse_number(text: bytes) -> float:
     if math.isinf(value):
         raise ValueError(f"{text!r} does not fit into float64")
     return value
+
+
+def lossless_cast(
+    values: npt.NDArray[np.generic], dtype: np.dtype[np.generic]
+) -> npt.NDArray[np.generic]:
+    """Numbers as those of another dtype; a float may lose digits.
+
+    Raises:
+        ValueError: this dtype does not hold one of them; says which.
+    """
+    with np.errstate(all="ignore"):
+        cast = values.astype(dtype)
+        if dtype.kind == "f":
+            is_lost = np.isinf(cast) & np.isfinite(values)
+        else:
+            is_lost = (cast.astype(values.dtype) != values) | ((cast < 0) != (values < 0))
+    if is_lost.any():
+        raise ValueError(f"{values[is_lost][0]} does not fit into {dtype}")
+    return cast
