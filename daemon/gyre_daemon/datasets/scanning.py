@@ -127,7 +127,7 @@ class Scanner:
             CorruptSample: as `run`, or the scan needs too much memory.
             GyreError: and errors of reading the stream.
         """
-        return await self._scan_socket(run, name, "stream", lambda ours: _send_all(ours, chunks))
+        return await self._scan_socket(run, name, "stream", 0, lambda ours: _send_all(ours, chunks))
 
     async def scan_ranges(
         self, run: Run, name: str, num_bytes: int, read: ReadRange, *, in_windows: bool = False
@@ -137,9 +137,9 @@ class Scanner:
         Raises:
             GyreError: as `scan_stream`; and those of `read`.
         """
-        kind = str(num_bytes) if in_windows else num_bytes
+        kind: Kind = "windows" if in_windows else "ranges"
         return await self._scan_socket(
-            run, name, kind, lambda ours: _send_ranges(ours, num_bytes, read)
+            run, name, kind, num_bytes, lambda ours: _send_ranges(ours, num_bytes, read)
         )
 
     def kill(self) -> None:
@@ -158,6 +158,7 @@ class Scanner:
         run: Run,
         name: str,
         kind: Kind,
+        num_bytes: int,
         send: Callable[[socket.socket], Coroutine[None, None, None]],
     ) -> Arrays:
         """Scan bytes from a socket."""
@@ -165,7 +166,7 @@ class Scanner:
         ours.setblocking(False)
         with ours, theirs:
             sending = asyncio.create_task(send(ours))
-            scanning = asyncio.create_task(self._scan(run, name, theirs.fileno(), kind))
+            scanning = asyncio.create_task(self._scan(run, name, theirs.fileno(), kind, num_bytes))
             try:
                 await asyncio.wait({sending, scanning}, return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
@@ -176,9 +177,11 @@ class Scanner:
                 scanning.cancel()
                 await asyncio.gather(sending, scanning, return_exceptions=True)
 
-    async def _scan(self, run: Run, name: str, descriptor: int, kind: Kind) -> Arrays:
+    async def _scan(
+        self, run: Run, name: str, descriptor: int, kind: Kind, num_bytes: int = 0
+    ) -> Arrays:
         """Scan an open file, or bytes from a socket; the descriptor stays the caller's."""
-        request, worker = scan_request(run, name, kind), await self._started()
+        request, worker = scan_request(run, name, kind, num_bytes), await self._started()
         try:
             return await scanned(await worker.compute(request, [descriptor], MAX_REPLY_BYTES))
         except WorkerLost as error:
@@ -189,9 +192,9 @@ class Scanner:
             ) from error
 
 
-def scan_request(run: Run, name: str, kind: Kind) -> bytes:
-    """The body of a request; see `shard_worker`."""
-    return pickle.dumps((run, name, kind))
+def scan_request(run: Run, name: str, kind: Kind, num_bytes: int = 0) -> bytes:
+    """The body of a request; see `shard_worker`. Only reads by ranges need the shard's size."""
+    return pickle.dumps((run, name, kind, num_bytes))
 
 
 def is_reply(reply: bytes) -> bool:

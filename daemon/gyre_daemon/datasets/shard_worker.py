@@ -4,7 +4,7 @@ It reads files that anybody may have written, in pure Python, for seconds or min
 process that takes no turn of the daemon's interpreter, all memory is given back at its end, and it
 can be killed at any time.
 
-    request  a pickle of (function, name of the shard, kind), with the file's descriptor
+    request  a pickle of (function, name of the shard, kind, size), with the file's descriptor
     reply    an encoded file of `sidecars`: the key is "", or JSON of an error
 
 The file is one that is open, or a socket: of a stream, or of a shard read by ranges. Through the
@@ -45,8 +45,8 @@ from gyre_daemon.storage.shard import PositionedFile
 
 RANGE = struct.Struct("<QQ")
 Run = Callable[[str, BinaryIO], Arrays]
-# A number is the size of a shard that is read by ranges, and so is the text of one, in windows.
-Kind = Literal["file", "stream"] | int | str
+# What the descriptor is: an open file, or a socket. Windows are ranges of a scan that goes forward.
+Kind = Literal["file", "stream", "ranges", "windows"]
 # What one process may allocate. The index of a shard of 10 million members takes 1 GiB while it is
 # made. More would let one file take the memory of the machine.
 MAX_DATA_BYTES = 4 << 30
@@ -78,10 +78,10 @@ class ShardScan:
 
     def answer(self, body: memoryview, descriptors: Sequence[int]) -> bytes:
         """Scan one shard; the reply tells why it fails."""
-        run, name, kind = pickle.loads(body)
+        run, name, kind, num_bytes = pickle.loads(body)
         failure: GyreError
         try:
-            with _open(descriptors[0], kind) as file:
+            with _open(descriptors[0], kind, num_bytes) as file:
                 return encode("", run(name, file))
         except GyreError as error:
             failure = error
@@ -94,13 +94,16 @@ class ShardScan:
         return encode(json.dumps([type(failure).__name__, str(failure)[:10_000], facts]), {})
 
 
-def _open(descriptor: int, kind: Kind) -> BinaryIO:
-    if isinstance(kind, int):
-        return cast("BinaryIO", _Ranges(descriptor, kind))
-    if kind.isdigit():
-        windows = cast("io.RawIOBase", _Windows(descriptor, int(kind)))
-        return cast("BinaryIO", io.BufferedReader(windows, _MAX_WINDOW_BYTES))
-    return cast("BinaryIO", _Stream(descriptor)) if kind == "stream" else open(descriptor, "rb")
+def _open(descriptor: int, kind: Kind, num_bytes: int) -> BinaryIO:
+    """The file; of a shard that is read by ranges, `num_bytes` is the size."""
+    if kind == "file":
+        return open(descriptor, "rb")
+    if kind == "stream":
+        return cast("BinaryIO", _Stream(descriptor))
+    if kind == "ranges":
+        return cast("BinaryIO", _Ranges(descriptor, num_bytes))
+    windows = cast("io.RawIOBase", _Windows(descriptor, num_bytes))
+    return cast("BinaryIO", io.BufferedReader(windows, _MAX_WINDOW_BYTES))
 
 
 class _Stream(io.RawIOBase):
@@ -300,7 +303,8 @@ def media_of(arrays: Arrays) -> dict[str, int]:
     Raises:
         ValueError: the arrays are not those of a check.
     """
-    return dict(json_of(arrays, "media", _COUNTS, "its counts of media cannot be read"))
+    counts = json_of(arrays, "media", _COUNTS, "its counts of media cannot be read")
+    return dict(counts)
 
 
 class _ForwardReader:

@@ -231,7 +231,7 @@ def test_lists_of_other_lengths_and_of_bytes_stay_ragged(
         assert shapes(next(iter(reading)))["one"] == (1, 3)
     for options, reason in (
         ({"lengths": {"two": 0}}, "`lengths` has 'two', and there is no such field; there are one"),
-        ({"lengths": {"one": -1}}, "must be at least 0"),
+        ({"lengths": {"one": -1}}, "expected `int` >= 0"),
         ({"lengths": {"one": 2}}, "a list of 3 elements, and 2 are declared"),
     ):
         with pytest.raises((ConfigError, CorruptSample), match=reason):

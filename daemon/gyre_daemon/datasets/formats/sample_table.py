@@ -8,8 +8,9 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -320,14 +321,7 @@ class ColumnOptions(SchemaOptions):
             of one shape, also where shards are appended; 0 where they stay ragged.
     """
 
-    lengths: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuse negative lengths."""
-        SchemaOptions.__post_init__(self)
-        for name, length in self.lengths.items():
-            if length < 0:
-                raise ConfigError(f"`lengths` of {name!r:.100} must be at least 0 (got {length})")
+    lengths: Mapping[str, Annotated[int, msgspec.Meta(ge=0)]] = field(default_factory=dict)
 
     @property
     def declared(self) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ import codecs
 import itertools
 import math
 import re
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -143,16 +144,14 @@ def parse_number(text: bytes) -> float:
     return value
 
 
-def lossless_cast(
-    values: npt.NDArray[np.generic], dtype: np.dtype[np.generic]
-) -> npt.NDArray[np.generic]:
+def lossless_cast(values: npt.NDArray[Any], dtype: np.dtype[np.generic]) -> npt.NDArray[Any]:
     """Numbers as those of another dtype; a float may lose digits.
 
     Raises:
         ValueError: this dtype does not hold one of them; says which.
     """
     with np.errstate(all="ignore"):
-        cast = values.astype(dtype)
+        cast: npt.NDArray[Any] = values.astype(dtype)
         if dtype.kind == "f":
             is_lost = np.isinf(cast) & np.isfinite(values)
         else:
