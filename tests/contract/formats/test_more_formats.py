@@ -281,7 +281,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ("npy", npy(np.array(["text"])), "is no tensor"),
     ("tfrecord", b"\x80\x02}q\x00." * 9, "byte 0: record 0 has a length whose checksum differs"),
     ("mds", b"\xff" * 200, "declares 4294967295 samples"),
-    ("jsonl", b"\x89PNG\r\n", "its first line is not what the format says"),
+    ("jsonl", b"\x89PNG\r\n", "its first line does not fit the format"),
 ]
 
 

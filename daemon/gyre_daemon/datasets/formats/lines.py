@@ -358,5 +358,5 @@ def _check_first(shard: str, check: Callable[[bytes], None], line: bytes) -> Non
         if line:
             check(line)
     except ValueError as error:
-        reason = f"its first line is not what the format says: {error}"
+        reason = f"its first line does not fit the format: {error}"
         raise corrupt(shard, 0, reason) from error
