@@ -618,9 +618,8 @@ class _MadeLengths:
         """Int64 [n, R], the lengths of the samples of a portion."""
         claims = Claims(self._flow, plan.urgency)
         try:
-            async with self._reader.read(plan, claims) as portion:
-                lengths, _ = await self._reader.measure(portion, claims)
-                return lengths
+            async with self._reader.transformed(plan, claims) as portion:
+                return self._reader.told(portion)
         except ExceptionGroup as errors:  # of records that are made before they are kept
             raise first_error(errors) from errors
 

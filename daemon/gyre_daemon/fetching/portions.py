@@ -27,7 +27,6 @@ from gyre_daemon.transforms.declared import SampleFailed, TransformedDataset
 from gyre_daemon.transforms.recipes import (
     ENCODER,
     Cost,
-    Done,
     Input,
     Kind,
     Output,
@@ -48,9 +47,10 @@ _FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
 # epoch: each would cost one more deadline. Under other seeds, as other jobs have for a source of a
 # mixture, random transforms may do well.
 _MAX_GIVEN_UP = 1024
-# Room for samples made to be measured, in parts of the stored bytes: the ids of a text take about
-# as much as the text, decoded sound some times of its file. The rest is made again.
-_ROOM_FACTOR, _MIN_ROOM_BYTES = 4, 64 << 10
+# The place of each field of a sample of unknown length, in parts of the stored bytes: the ids of a
+# text take about as much as the text, decoded sound some times of its file. A batch with a longer
+# sample is made again.
+_PLACE_FACTOR, _MIN_PLACE_BYTES = 8, 4 << 10
 
 
 class Staging(Struct, frozen=True):
@@ -92,8 +92,8 @@ class PortionPlan(Struct, frozen=True):
         extents: where they are stored.
         urgency: among the portions of a job the lowest goes first; the first step of a batch group.
             Those that need it may come to need it more urgently.
-        lengths: int64 [n, R], the elements of each ragged output field; None to measure them.
-        keeps: whether samples made to be measured are wanted, as far as there is room.
+        lengths: int64 [n, R], for how many elements of each ragged output field there is room;
+            None to measure them alone.
     """
 
     sample_ids: Int64Array
@@ -101,7 +101,6 @@ class PortionPlan(Struct, frozen=True):
     extents: Extents
     urgency: int
     lengths: Int64Array | None
-    keeps: bool = False
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -110,7 +109,7 @@ class PortionPlan(Struct, frozen=True):
         """Some of its samples."""
         lengths = None if self.lengths is None else self.lengths[some]
         ids, draws, extents = self.sample_ids[some], self.draws.part(some), self.extents.part(some)
-        return PortionPlan(ids, draws, extents, self.urgency, lengths, self.keeps)
+        return PortionPlan(ids, draws, extents, self.urgency, lengths)
 
     @property
     def alone(self) -> GroupPlan:
@@ -128,9 +127,7 @@ class ReadPortion(Struct, frozen=True):
         made: int64 [M, n + 1], the byte where each sample of each made field begins, and the end of
             the last.
         request: the bytes of the encoded `Portion`.
-        told: the bytes where the process says how long each sample is, int32 [R, n]; empty where
-            that is known before.
-        room: the bytes where samples lie that were made to be measured; see `Portion.room`.
+        told: the bytes where the process says how long each sample is, int32 [R, n].
         asked_at: when the memory was asked for.
     """
 
@@ -140,7 +137,6 @@ class ReadPortion(Struct, frozen=True):
     made: Int64Array
     request: range
     told: range
-    room: range
     asked_at: float
 
 
@@ -168,45 +164,45 @@ class PortionReader:
             extents: where they are stored.
             lengths: as in `PortionPlan`.
         """
-        num_bytes = (np.maximum(extents.size, extents.tensor_bytes)).sum(1)
+        num_bytes = _stored_bytes(extents)
         for sizes in self._made_bytes(len(num_bytes), lengths):
             num_bytes = num_bytes + sizes
         return cut_by_size(num_bytes, _MAX_PORTION_BYTES, _MAX_SAMPLES[self._dataset.cost])
 
     @asynccontextmanager
-    async def read(self, plan: PortionPlan, claims: Claims) -> AsyncIterator[ReadPortion]:
-        """Read the stored fields of a portion into an exchange, which is held inside the context.
+    async def transformed(
+        self,
+        plan: PortionPlan,
+        claims: Claims,
+        ahead: Ahead = NOTHING_AHEAD,
+        delays: Delays | None = None,
+        kind: Kind = Kind.TRANSFORM,
+    ) -> AsyncIterator[ReadPortion]:
+        """Have samples read into an exchange and transformed; it is held inside the context.
+
+        Samples that have to be waited for are transformed as they arrive: a free worker takes all
+        those present. Where a sample costs microseconds, handing it over would cost more than it
+        gains.
 
         Args:
             plan: the samples.
             claims: the jobs that need them.
+            ahead: see `Fetcher.fill`.
+            delays: see `Fetcher.fill`.
+            kind: `TRANSFORM` or `VERIFY`.
 
         Raises:
-            CorruptSample: a sample was given up before, or its stored bytes are damaged.
+            CorruptSample: a sample is refused, was given up before, or its stored bytes are
+                damaged; names shard, sample, offset and transform.
+            Overloaded: no process can be started.
             GyreError: as `Fetcher.fill`.
         """
+        delays = delays or Delays()
+        comes_whole = self._dataset.cost == "light" or not self._reader.is_arriving
         async with self._staged(plan, claims) as portion:
-            await self._fill(portion, claims, NOTHING_AHEAD, Delays())
-            yield portion
-
-    @asynccontextmanager
-    async def transformed(
-        self, plan: PortionPlan, claims: Claims, ahead: Ahead, delays: Delays
-    ) -> AsyncIterator[ReadPortion]:
-        """Do as `read`, and have the samples transformed.
-
-        Samples that have to be waited for are transformed as they arrive: a free worker takes all
-        those present. Where a sample costs microseconds, handing it over would cost more than it
-        gains. See `Fetcher.fill` for `ahead` and `delays`.
-
-        Raises:
-            CorruptSample: as `read` and `work`.
-            GyreError: as `read` and `work`.
-        """
-        async with self._staged(plan, claims) as portion:
-            if self._dataset.cost == "light" or not self._reader.is_arriving:
+            if kind == Kind.VERIFY or comes_whole:
                 await self._fill(portion, claims, ahead, delays)
-                await self.work(Kind.TRANSFORM, portion, claims)
+                await self._work(kind, portion, claims, [*range(len(plan))])
                 yield portion
                 return
             numbers: list[int] = []
@@ -214,7 +210,7 @@ class PortionReader:
 
                 def arrived(number: int) -> None:
                     if not numbers:
-                        tasks.create_task(self.work(Kind.TRANSFORM, portion, claims, numbers))
+                        tasks.create_task(self._work(kind, portion, claims, numbers))
                     numbers.append(number)
 
                 await self._fill(portion, claims, ahead, delays, arrived)
@@ -229,15 +225,11 @@ class PortionReader:
         asked_at = time.monotonic()
         staged = self._layouts.make(plan.alone, plan.extents.tensor_bytes)
         outputs, made, told = self._outputs(plan, staged)
-        end = pages(told.stop)
-        room_bytes = max(_ROOM_FACTOR * staged.num_bytes, _MIN_ROOM_BYTES)
-        room = range(end, end + min(room_bytes, _MAX_PORTION_BYTES) * plan.keeps)
-        end = pages(room.stop)
-        request = ENCODER.encode(self._request(plan, staged, outputs, room))
+        request, end = ENCODER.encode(self._request(plan, staged, outputs)), pages(told.stop)
         where = range(end, end + len(request))
         async with self._dataset.pool.room.hold(where.stop, claims) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
-            yield ReadPortion(plan, exchange, staged, made, where, told, room, asked_at)
+            yield ReadPortion(plan, exchange, staged, made, where, told, asked_at)
 
     async def _fill(
         self,
@@ -256,71 +248,70 @@ class PortionReader:
         delays.add_requests(own)
         delays.read_s = max(delays.read_s, time.monotonic() - portion.asked_at)
 
-    async def work(
-        self,
-        kind: Kind,
-        portion: ReadPortion,
-        claims: Claims,
-        waiting: list[int] | None = None,
-    ) -> list[Done]:
-        """Have samples of a portion transformed or measured.
+    async def _work(
+        self, kind: Kind, portion: ReadPortion, claims: Claims, waiting: list[int]
+    ) -> None:
+        """Have samples of a portion transformed, which tells their lengths.
 
-        Args:
-            kind: `TRANSFORM`, `MEASURE` or `VERIFY`.
-            portion: has been read, or at least these samples.
-            claims: the jobs that need them.
-            waiting: the numbers of the samples; all that it has when a worker is free are taken
-                out of it. None for the whole portion.
-
-        Returns:
-            The answers, in the order of the samples.
-
-        Raises:
-            CorruptSample: names shard, sample, offset, transform and reason.
-            Overloaded: no process can be started.
+        `waiting` has their numbers; all that it has when a worker is free are taken out of it.
         """
         plan = portion.plan
-        numbers = [*range(len(plan))] if waiting is None else waiting
         workers, where = self._dataset.pool.workers, (portion.exchange, portion.request)
         try:
-            answers, num = await workers.work(kind, *where, numbers, claims, self._sample_s)
+            answers, num = await workers.work(kind, *where, waiting, claims, self._sample_s)
         except SampleFailed as error:
             if error.is_costly and len(self._given_up) < _MAX_GIVEN_UP:
                 self._given_up[plan.draws.seed, int(plan.sample_ids[error.number])] = error
             raise self._corrupt(plan, error.number, error) from error
         cpu_s = sum(each.cpu_s for each in answers)
         self._sample_s += _FOLLOWS * (cpu_s / num - self._sample_s)
-        return answers
+        if plan.lengths is not None:
+            workers.counts.num_samples += num
 
-    async def measure(self, portion: ReadPortion, claims: Claims) -> tuple[Int64Array, int]:
-        """The lengths of the made samples of a portion, int64 [n, R]; how many are in its room.
-
-        Raises:
-            CorruptSample: as `work`.
-            Overloaded: as `work`, or a process gave a wrong answer.
-        """
-        answers = await self.work(Kind.MEASURE, portion, claims)
-        shape = len(portion.plan), len(self._dataset.made_ragged)
-        found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
-        if len(found) != shape[0] * shape[1] or (found < 0).any():
-            raise Overloaded("a process that measures samples gave a wrong answer; try again")
-        # one by one, they all have the same place
-        num_kept = answers[0].num_kept if len(answers) == 1 else 0
-        return found.reshape(shape).astype(np.int64), num_kept
-
-    def lengths_of(self, portion: ReadPortion) -> Int64Array:
-        """How long the samples of a transformed portion are, int64 [n, R], within their limits.
+    def told(self, portion: ReadPortion) -> Int64Array:
+        """How long the samples of a transformed portion are, int64 [n, R].
 
         Raises:
             Overloaded: the process told something else.
         """
-        plan, where = portion.plan, slice(portion.told.start, portion.told.stop)
-        assert plan.lengths is not None
-        told = portion.exchange.memory[where].view("<i4").reshape(-1, len(plan))
-        lengths = told.T.astype(np.int64)
-        if (lengths < 0).any() or (lengths > plan.lengths).any():
+        shape = len(self._dataset.made_ragged), len(portion.plan)
+        told = portion.exchange.memory[portion.told.start : portion.told.stop].view("<i4")
+        lengths = told.reshape(shape).T.astype(np.int64)
+        if (lengths < 0).any():
             raise Overloaded("a process that transforms samples gave a wrong answer; try again")
         return lengths
+
+    def lengths_of(self, portion: ReadPortion) -> Int64Array:
+        """Do as `told`, and require that samples are as long as they were, or within their limits.
+
+        Raises:
+            CorruptSample: one is not.
+            Overloaded: as `told`.
+        """
+        plan, lengths = portion.plan, self.told(portion)
+        assert plan.lengths is not None
+        has_limits = self._dataset.has_limits
+        wrong = lengths > plan.lengths if has_limits else lengths != plan.lengths
+        if wrong.any():
+            number, column = np.argwhere(wrong)[0].tolist()
+            name, known = self._dataset.made_ragged[column].name, plan.lengths[number, column]
+            reason = f"{name!r:.100} has {lengths[number, column]} elements, and "
+            reason += (
+                f"its transform declares at most {known}"
+                if has_limits
+                else f"{known} when it was measured; lengths must not depend on chance, and a "
+                "transform that makes others than before needs a higher `version`"
+            )
+            failure = SampleFailed(number, "", reason, is_costly=False)
+            raise self._corrupt(plan, number, failure)
+        return lengths
+
+    def guessed(self, extents: Extents) -> Int64Array:
+        """Int64 [n, R], as many elements as samples of unknown lengths get room for."""
+        most = np.clip(_PLACE_FACTOR * _stored_bytes(extents), _MIN_PLACE_BYTES, _MAX_PORTION_BYTES)
+        elements = [max(spec.element_bytes, 1) for spec in self._dataset.made_ragged]
+        guessed: Int64Array = most[:, None] // np.array(elements, np.int64)
+        return guessed
 
     def _made_bytes(self, num: int, lengths: Int64Array | None) -> Iterator[Int64Array]:
         """Of each output field, int64 [n], the bytes of each sample."""
@@ -337,30 +328,29 @@ class PortionReader:
     ) -> tuple[list[Output], Int64Array, range]:
         """Where made fields go in the exchange: for the process, in bytes, and its lengths."""
         outputs: list[Output] = []
-        made = np.zeros((len(self._dataset.made), len(plan) + 1), np.int64)
-        end = pages(staged.num_bytes)
-        if plan.lengths is None:
-            return outputs, made, range(end, end)
-        columns = zip(self._dataset.made, self._made_bytes(len(plan), plan.lengths), strict=True)
+        num, end = len(plan), pages(staged.num_bytes)
+        made = np.zeros((len(self._dataset.made), num + 1), np.int64)
+        is_measured_alone, lengths = plan.lengths is None, plan.lengths
+        if lengths is None:
+            lengths = np.zeros((num, len(self._dataset.made_ragged)), np.int64)
+        columns = zip(self._dataset.made, self._made_bytes(num, lengths), strict=True)
         for number, (spec, sizes) in enumerate(columns):
+            if is_measured_alone and not spec.ragged:
+                continue
             ends = np.concatenate(([0], np.cumsum(sizes)))
             elements = (ends // max(spec.element_bytes, 1)).astype("<i8").tobytes()
-            told = elements if spec.ragged else b""
-            outputs.append(Output(spec.name, name_of(spec.dtype), spec.shape, end, told))
+            places = elements if spec.ragged else b""
+            outputs.append(Output(spec.name, name_of(spec.dtype), spec.shape, end, places))
             made[number] = end + ends
             end = pages(end + int(ends[-1]))
-        if not self._dataset.has_limits:
-            return outputs, made, range(end, end)
         begin = end
         for number, each in enumerate(outputs):
             if each.ends:
                 outputs[number] = msgspec.structs.replace(each, lengths=end)
-                end += 4 * len(plan)
+                end += 4 * num
         return outputs, made, range(begin, end)
 
-    def _request(
-        self, plan: PortionPlan, staged: GroupLayout, outputs: list[Output], room: range
-    ) -> Portion:
+    def _request(self, plan: PortionPlan, staged: GroupLayout, outputs: list[Output]) -> Portion:
         source, (batch,) = self._dataset.source.fields, staged.batches
         begins = {spec.name: spec.offset_bytes for spec in batch.tensors}
         inputs = []
@@ -376,9 +366,7 @@ class PortionReader:
             columns = offsets.astype("<i8").tobytes(), sizes.astype("<i8").tobytes()
             inputs.append(Input(spec.name, name_of(spec.dtype), spec.shape, spec.ragged, *columns))
         ids, epochs = plan.sample_ids.tobytes(), plan.draws.epochs.tobytes()
-        kept = [room.start, room.stop] if room else []
-        seed = plan.draws.seed
-        return Portion(self._dataset.recipe, seed, ids, epochs, inputs, outputs, kept)
+        return Portion(self._dataset.recipe, plan.draws.seed, ids, epochs, inputs, outputs)
 
     def _corrupt(self, plan: PortionPlan, number: int, failure: SampleFailed) -> CorruptSample:
         """The error for a sample that was refused."""
@@ -401,6 +389,12 @@ class PortionReader:
                 "reason": failure.reason,
             },
         )
+
+
+def _stored_bytes(extents: Extents) -> Int64Array:
+    """Int64 [n], the bytes of each sample as it is stored or read, whichever is more."""
+    found: Int64Array = np.maximum(extents.size, extents.tensor_bytes).sum(1)
+    return found
 
 
 def cut_by_size(num_bytes: Int64Array, max_bytes: int, max_samples: int) -> Iterator[slice]:

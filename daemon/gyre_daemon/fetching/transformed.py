@@ -77,7 +77,7 @@ class _Filling(Struct, frozen=True):
         slot: where it goes.
         draws: of its samples.
         lengths: int64 [n, R], the elements of each ragged output field, or their limits.
-        told: int64 [n, R], gets the elements where `lengths` are limits.
+        told: int64 [n, R], gets the elements.
     """
 
     fetch: Fetch
@@ -132,7 +132,8 @@ class TransformingFetcher:
 
     def cut(self, sample_ids: Int64Array) -> Iterator[slice]:
         """Cut samples into batches for `read_unmeasured`."""
-        return self._portions.cut(self._dataset.index.locate(sample_ids), None)
+        extents = self._dataset.index.locate(sample_ids)
+        return self._portions.cut(extents, self._portions.guessed(extents))
 
     def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
         """See `Fetcher.prepare`."""
@@ -164,8 +165,8 @@ class TransformingFetcher:
     async def read_unmeasured(self, plan: GroupPlan, claims: Claims) -> tuple[Fetch, _Bytes]:
         """Read and transform a batch of samples whose lengths are not known before.
 
-        A worker makes the samples and says how long each is. Those without room in the exchange
-        are made again, with their lengths known.
+        A worker makes the samples and says how long each is. Where one finds no room in the
+        exchange, all are made again, with their lengths known.
 
         Args:
             plan: one batch, no larger than a portion.
@@ -180,50 +181,22 @@ class TransformingFetcher:
         """
         ids = plan.sample_ids.reshape(-1)
         extents, draws = self._dataset.index.locate(ids), Draws.first(len(ids))
-        whole = PortionPlan(ids, draws, extents, plan.first_step, None, keeps=True)
-        async with self._portions.read(whole, claims) as portion:
-            lengths, num_kept = await self._portions.measure(portion, claims)
+        guessed = self._portions.guessed(extents)
+        whole = PortionPlan(ids, draws, extents, plan.first_step, guessed)
+        async with self._portions.transformed(whole, claims) as portion:
+            lengths = self._portions.told(portion)
             layout = self._layouts.make(plan, self._sizes(lengths, extents))
-            fetch = Fetch(plan, extents, layout)
-            memory = np.empty(layout.num_bytes, np.uint8)
-            copy = partial(self._copy_kept, portion, fetch, memory, lengths, num_kept)
-            num_copied = await self._threads.run_of(claims, portion.request.start, copy)
-        place, rest = Staging.of(memory), slice(num_copied, len(ids))
-        filling = _Filling(fetch, place, draws, lengths, lengths)
-        for some in self._portions.cut(extents.part(rest), lengths[rest]):
-            its = slice(num_copied + some.start, num_copied + some.stop)
-            await self._fill_portion(claims, filling, its, NOTHING_AHEAD, Delays())
+            fetch, memory = Fetch(plan, extents, layout), np.empty(layout.num_bytes, np.uint8)
+            place = Staging.of(memory)
+            filling = _Filling(fetch, place, draws, lengths, lengths)
+            have_fitted = bool((lengths <= guessed).all())
+            if have_fitted:
+                copy = partial(self._copy, portion, filling, slice(0, len(ids)))
+                await self._threads.run_of(claims, portion.request.start, copy)
+        for some in () if have_fitted else self._portions.cut(extents, lengths):
+            await self._fill_portion(claims, filling, some, NOTHING_AHEAD, Delays())
         self._write_own(fetch, place, lengths)
         return fetch, memory
-
-    def _copy_kept(
-        self,
-        portion: ReadPortion,
-        fetch: Fetch,
-        into: _Bytes,
-        lengths: Int64Array,
-        num_kept: int,
-    ) -> int:
-        """Copy the first samples of a portion, out of its room; returns how many lie there."""
-        memory, destinations = portion.exchange.memory, fetch.layout.destinations
-        made = self._dataset.made
-        elements = np.ones((len(lengths), len(made)), np.int64)
-        elements[:, [column for column, spec in enumerate(made) if spec.ragged]] = lengths
-        sizes = elements * [spec.element_bytes for spec in made]
-        ends = portion.room.start + np.cumsum(sizes).reshape(sizes.shape)
-        fitting = int(np.searchsorted(ends[:, -1], portion.room.stop, side="right"))
-        num = max(0, min(num_kept, fitting))
-        if not num:
-            return 0
-        begins = (ends - sizes)[:num].tolist()
-        for row, places in enumerate(destinations[:num, : len(made)].tolist()):
-            for (at, end), begin in zip(places, begins[row], strict=True):
-                into[at:end] = memory[begin : begin + end - at]
-        stored = portion.staged.destinations
-        for column, source in self._passed:
-            at, end = stored[0, source, 0], stored[num - 1, source, 1]
-            into[destinations[0, column, 0] : destinations[num - 1, column, 1]] = memory[at:end]
-        return num
 
     async def fill(
         self,
@@ -296,8 +269,7 @@ class TransformingFetcher:
     ) -> None:
         part = filling.plan(some)
         async with self._portions.transformed(part, claims, ahead, delays) as portion:
-            if self._dataset.has_limits:
-                filling.told[some] = self._portions.lengths_of(portion)
+            filling.told[some] = self._portions.lengths_of(portion)
             copy = self._copy if filling.fetch.rows is None else self._copy_documents
             work = partial(copy, portion, filling, some)
             await self._threads.run_of(claims, portion.request.start, work)
@@ -308,7 +280,8 @@ class TransformingFetcher:
         with slot.arena.lease():
             into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
             destinations, stored = fetch.layout.destinations[begin:], portion.staged.destinations
-            limited = self._ragged if self._dataset.has_limits else []
+            are_places_full = np.array_equal(where.told[some], portion.plan.lengths)
+            limited = [] if are_places_full else self._ragged
             for number, (column, element_bytes) in enumerate(limited):
                 sizes = (where.told[some, number] * element_bytes).tolist()
                 sources = portion.made[column].tolist()

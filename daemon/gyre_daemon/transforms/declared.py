@@ -107,7 +107,11 @@ class SampleFailed(Exception):
 
 
 class TransformWorkers:
-    """The worker processes of a daemon, which all jobs share fairly."""
+    """The worker processes of a daemon, which all jobs share fairly.
+
+    Attributes:
+        counts: of their work.
+    """
 
     def __init__(
         self, server: ComputeServer, num: int, deadline_s: float, counts: TransformCounts
@@ -120,8 +124,8 @@ class TransformWorkers:
             deadline_s: how long one may take for a portion, or for one sample.
             counts: of their work.
         """
+        self.counts = counts
         self._deadline_s = deadline_s
-        self._counts = counts
         self._workers = ComputeWorkers(server, TRANSFORM, num)
         self._described_in_s = _DESCRIBED_IN_S
 
@@ -156,12 +160,12 @@ class TransformWorkers:
         claims: Claims,
         sample_s: float,
     ) -> tuple[list[Done], int]:
-        """Have samples of the portion in an exchange transformed or measured.
+        """Have samples of the portion in an exchange transformed.
 
         Where the process dies or hangs, other ones do one sample after the other.
 
         Args:
-            kind: `TRANSFORM` or `MEASURE`.
+            kind: `TRANSFORM` or `VERIFY`.
             exchange: has the stored fields where the portion says.
             request: the portion's bytes in the exchange.
             waiting: the numbers of the samples. More may be added until a process is free, which
@@ -214,8 +218,7 @@ class TransformWorkers:
             if done.failed in numbers:
                 raise SampleFailed(done.failed, done.transform, done.reason, is_costly=False)
             if done.failed < 0:
-                self._counts.num_samples += len(numbers) if kind == Kind.TRANSFORM else 0
-                self._counts.cpu_s += done.cpu_s
+                self.counts.cpu_s += done.cpu_s
                 return done, ""
         return None, reason
 
@@ -232,7 +235,7 @@ class TransformWorkers:
             if lost.is_hung:
                 reason = f"it took longer than {deadline_s:g} s (transform_deadline_s)"
             if not self._workers.is_closed:
-                self._counts.num_replaced += 1
+                self.counts.num_replaced += 1
                 log_event("transform worker replaced", {"reason": reason}, logging.WARNING)
             return None, reason
         return answer, ""

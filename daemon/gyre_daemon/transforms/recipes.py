@@ -1,9 +1,8 @@
 """The interface of transforms, their names, and requests to the compute workers that run them.
 
 The body of a request is the head, and for `DESCRIBE` a `Recipe`. `TRANSFORM` brings the descriptor
-of an exchange with a `Portion`, too. So do `MEASURE`, which makes nothing and tells how
-long the samples would be, and `VERIFY`, which tells whether an engine makes the same. Each is
-answered by a `Described` or a `Done`. Answers may come from a process that hostile
+of an exchange with a `Portion`, too, and so does `VERIFY`, which tells whether an engine makes the
+same. Each is answered by a `Described` or a `Done`. Answers may come from a process that hostile
 bytes have taken over. No transform is imported to name it.
 """
 
@@ -247,8 +246,7 @@ class Kind(IntEnum):
 
     DESCRIBE = 1
     TRANSFORM = 2
-    MEASURE = 3
-    VERIFY = 4
+    VERIFY = 3
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -353,10 +351,11 @@ class Output(msgspec.Struct, frozen=True):
         dtype: of its elements.
         shape: of one sample, or of one element if samples differ in length.
         offset: in bytes.
-        ends: int64 [n + 1], the element at which each sample begins, and the end of the last; empty
-            if samples do not differ in length.
-        lengths: the byte of the exchange from which on the process writes the elements of each
-            sample, int32 [n]; its place has room for more. -1 where its place fits exactly.
+        ends: int64 [n + 1], the element at which the place of each sample begins, and the end of
+            the last; empty if samples do not differ in length.
+        lengths: if they do, the byte of the exchange from which on the process writes the number of
+            elements of each sample, int32 [n]. One with more than its place has room for is only
+            told.
     """
 
     name: str
@@ -364,7 +363,7 @@ class Output(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     offset: int
     ends: bytes = b""
-    lengths: int = -1
+    lengths: int = 0
 
 
 class Portion(msgspec.Struct, frozen=True):
@@ -376,9 +375,8 @@ class Portion(msgspec.Struct, frozen=True):
         sample_ids: int64 [n].
         epochs: int64 [n].
         inputs: the fields that the chain reads.
-        outputs: the fields that it makes; empty where it is only measured.
-        room: the bytes for output that is only measured, sample after sample with all fields of
-            each; the first byte of the exchange and the end. Empty where it is dropped.
+        outputs: the fields that it makes; only those that differ in length, with no room, where
+            samples are measured.
     """
 
     recipe: bytes
@@ -387,27 +385,22 @@ class Portion(msgspec.Struct, frozen=True):
     epochs: bytes
     inputs: list[Input]
     outputs: list[Output]
-    room: Annotated[list[int], Meta(max_length=2)] = []
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The answer to `TRANSFORM`, `MEASURE` and `VERIFY`.
+    """The answer to `TRANSFORM` and `VERIFY`.
 
     Attributes:
         failed: the sample of the portion that could not be transformed; -1 if all were.
         transform: which one refused it.
         reason: why.
         cpu_s: processor time that it took.
-        lengths: to `MEASURE`, int32 [n, R], the elements of each field in which samples differ.
-        num_kept: to `MEASURE`, the number of first samples that fit whole into the room.
     """
 
     failed: int = -1
     transform: str = ""
     reason: str = ""
     cpu_s: float = 0.0
-    lengths: bytes = b""
-    num_kept: int = 0
 
 
 RECIPE_DECODER = msgspec.msgpack.Decoder(Recipe)

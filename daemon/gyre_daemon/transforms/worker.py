@@ -72,7 +72,6 @@ class SampleGenerators:
 
 
 _COSTS: Sequence[Cost] = ("light", "heavy", "slow")
-_MAX_RAGGED = 16  # the lengths of all samples of a portion must fit into one answer
 
 
 class TransformFailed(Exception):
@@ -135,10 +134,6 @@ class Chain:
                     "or with flatten."
                 )
         self.ragged = [name for name, field in self.made.items() if None in field.shape]
-        if len(self.ragged) > _MAX_RAGGED:
-            raise ValueError(
-                f"{len(self.ragged)} fields differ in length; at most {_MAX_RAGGED} of a batch may"
-            )
         self._origin = {name: steps[place][0] for name, place in origin.items()}
         self.passed = [name for name in source if name in fields and name not in origin]
         self.read = [name for name in source if name in read]
@@ -274,7 +269,7 @@ class Transforming:
         )
 
     def _transform(self, kind: Kind, descriptor: int, where: slice, numbers: list[int]) -> Done:
-        """Transform or measure some samples of the portion in an exchange."""
+        """Transform some samples of the portion in an exchange."""
         began_s = time.process_time()
         memory = self._mapped(descriptor)
         portion = PORTION_DECODER.decode(memoryview(memory)[where])
@@ -285,25 +280,17 @@ class Transforming:
         samples = _Samples(portion, memory)
         if kind == Kind.VERIFY:
             return self._verify(chain, portion, samples, numbers)
-        scratch = chain.scratch() if kind == Kind.MEASURE else None
-        lengths, room = [], _Room(memory, *(portion.room or (0, 0)))
+        scratch = {} if samples.have_places else chain.scratch()
         for number in numbers:
             sample_id, epoch = samples.identity(number)
             rng = self._generators.of(portion.seed, epoch, sample_id)
             sample = samples.stored(number)
             try:
-                chain.apply(sample, rng, samples.out(number) if scratch is None else scratch)
-                ragged = chain.made_ragged(sample)
-                if scratch is None:
-                    samples.put_ragged(number, ragged)
-                else:
-                    lengths.append([len(each) for each in ragged])
-                    room.put(chain, scratch, ragged)
+                chain.apply(sample, rng, samples.out(number) or scratch)
+                samples.put_ragged(number, chain.made_ragged(sample))
             except TransformFailed as error:
                 return Done(number, error.name, error.reason[:_MAX_REASON_CHARS])
-        cpu_s = time.process_time() - began_s
-        told = np.array(lengths, "<i4").tobytes()
-        return Done(cpu_s=cpu_s, lengths=told, num_kept=room.num_kept)
+        return Done(cpu_s=time.process_time() - began_s)
 
     def _verify(
         self, chain: Chain, portion: Portion, samples: "_Samples", numbers: list[int]
@@ -340,35 +327,6 @@ class Transforming:
             os.close(descriptor)
 
 
-class _Room:
-    """Memory for samples made to be measured, filled as long as there is room.
-
-    Attributes:
-        num_kept: how many are there, from the first one on.
-    """
-
-    def __init__(self, memory: mmap.mmap, begin: int, end: int) -> None:
-        self._memory, self._at, self._end = memory, begin, end
-        self.num_kept = 0
-
-    def put(self, chain: Chain, fixed: Sample, ragged: list[np.ndarray[Any, Any]]) -> None:
-        """Keep one sample, its fields in the order of `made`; one too large ends it."""
-        if self._at == self._end:
-            return
-        values = {**fixed, **dict(zip(chain.ragged, ragged, strict=True))}
-        made = b"".join(
-            np.ascontiguousarray(values[name], field.dtype).tobytes()
-            for name, field in chain.made.items()
-        )
-        end = self._at + len(made)
-        if end > self._end:
-            self._end = self._at
-            return
-        self._memory[self._at : end] = made
-        self._at = end
-        self.num_kept += 1
-
-
 class _Samples:
     """The samples of a portion as arrays over the memory of an exchange."""
 
@@ -396,6 +354,11 @@ class _Samples:
         ]
         self._ragged = [_RaggedColumn(each, memory) for each in portion.outputs if each.ends]
 
+    @property
+    def have_places(self) -> bool:
+        """Whether fields of one shape have a place in the exchange."""
+        return bool(self._outputs)
+
     def identity(self, number: int) -> tuple[int, int]:
         return int(self._ids[number]), int(self._epochs[number])
 
@@ -417,39 +380,20 @@ class _Samples:
 
 
 class _RaggedColumn:
-    """One ragged output field of the samples of a portion.
-
-    Their lengths were measured, or have limits and are told.
-    """
+    """One ragged output field of the samples of a portion."""
 
     def __init__(self, field: Output, memory: mmap.mmap) -> None:
-        self._name = field.name
         self._ends = np.frombuffer(field.ends, np.int64).tolist()
         shape = (self._ends[-1], *field.shape)
         self._elements = np.ndarray(shape, dtype_of(field.dtype), memory, field.offset)
-        self._lengths: np.ndarray[Any, Any] | None = None
-        if field.lengths >= 0:
-            self._lengths = np.ndarray(len(self._ends) - 1, "<i4", memory, field.lengths)
+        self._lengths = np.ndarray(len(self._ends) - 1, "<i4", memory, field.lengths)
 
     def put(self, number: int, value: np.ndarray[Any, Any]) -> None:
-        begin, end = self._ends[number], self._ends[number + 1]
-        if self._lengths is not None:
-            if len(value) > end - begin:
-                raise TransformFailed(
-                    "",
-                    f"{self._name!r:.100} has {len(value)} elements, and its transform declares at "
-                    f"most {end - begin}",
-                )
-            self._lengths[number] = len(value)
-            end = begin + len(value)
-        elif len(value) != end - begin:
-            raise TransformFailed(
-                "",
-                f"{self._name!r:.100} has {len(value)} elements, and {end - begin} when it was "
-                "measured; lengths must not depend on chance, and a transform that makes others "
-                "than before needs a higher `version`",
-            )
-        self._elements[begin:end] = value
+        """Tell the length of a sample, and write the sample if its place has room."""
+        self._lengths[number] = len(value)
+        end = self._ends[number] + len(value)
+        if end <= self._ends[number + 1]:
+            self._elements[self._ends[number] : end] = value
 
 
 def _results(
