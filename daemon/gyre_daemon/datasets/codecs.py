@@ -61,34 +61,30 @@ class Codec(Struct, frozen=True):
     misfits: Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]
     scratch_bytes: Callable[[Int64Array, Int64Array], Int64Array] | None
     finish: Finish | None
-    check_all: Callable[[memoryview, Int64Array], None] | None = None
+    check_all: Callable[[FieldSpec, memoryview, Int64Array], None] | None = None
 
 
-def first_unknown_id(spec: FieldSpec, destination: memoryview) -> int | None:
-    """The number of the first id outside the field's vocabulary; None if all are inside.
-
-    Args:
-        spec: a field of the codec `ids`.
-        destination: the bytes of several samples, back to back.
-    """
-    # read as unsigned numbers, negative ids are beyond every vocabulary
-    ids = np.frombuffer(destination, f"<u{spec.dtype.itemsize}")
-    if not len(ids) or ids.max() < spec.vocabulary:
-        return None
-    return int(np.argmax(ids >= spec.vocabulary))
-
-
-def _as_stored(
-    check: Callable[[memoryview], None] | None = None,
-    check_all: Callable[[memoryview, Int64Array], None] | None = None,
+def _checked(
+    check: Callable[[memoryview], None], check_all: Callable[[memoryview, Int64Array], None]
 ) -> Codec:
-    """Bytes that are served as they are stored, and checked if there is a `check`."""
+    """Bytes that are served as they are stored, and checked before."""
     return Codec(
         misfits=np.not_equal,
         scratch_bytes=None,
-        finish=(lambda spec, scratch, destination: check(destination)) if check else None,
-        check_all=check_all,
+        finish=lambda spec, scratch, destination: check(destination),
+        check_all=lambda spec, data, begins: check_all(data, begins),
     )
+
+
+def _check_ids(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
+    # read as unsigned numbers, negative ids are beyond every vocabulary
+    ids = np.frombuffer(destination, f"<u{spec.dtype.itemsize}")
+    if len(ids) and ids.max() >= spec.vocabulary:
+        number = int(np.argmax(ids >= spec.vocabulary))
+        value = np.frombuffer(destination, spec.dtype)[number]
+        raise ValueError(
+            f"id {value} at position {number} is outside the vocabulary of {spec.vocabulary} ids"
+        )
 
 
 def _finish_integer(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
@@ -160,10 +156,15 @@ def _misfits_number(stored: Int64Array, reserved: Int64Array) -> npt.NDArray[np.
 
 
 CODECS: Mapping[str, Codec] = {
-    "bytes": _as_stored(),
-    "ids": _as_stored(),  # `first_unknown_id` checks many samples at once
-    "text": _as_stored(check_text, check_texts),
-    "json": _as_stored(check_json, check_documents),
+    "bytes": Codec(np.not_equal, scratch_bytes=None, finish=None),
+    "ids": Codec(
+        misfits=np.not_equal,
+        scratch_bytes=None,
+        finish=_check_ids,
+        check_all=lambda spec, data, begins: _check_ids(spec, data, data),
+    ),
+    "text": _checked(check_text, check_texts),
+    "json": _checked(check_json, check_documents),
     "integer": _from_scratch(_finish_integer, _misfits_number),
     "number": _from_scratch(_finish_number, _misfits_number),
     "quoted": _from_scratch(_finish_quoted, np.less),
@@ -214,15 +215,7 @@ def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> memoryvie
     destination[: len(stored) - before] = stored[before:]
     if codec.finish:
         codec.finish(spec, stored[:before], destination)
-    elif spec.codec == "ids" and (unknown := first_unknown_id(spec, destination)) is not None:
-        raise ValueError(unknown_id(spec, destination, unknown))
     return destination
-
-
-def unknown_id(spec: FieldSpec, destination: memoryview, number: int) -> str:
-    """The problem of a sample whose id of this number is outside the vocabulary."""
-    value = np.frombuffer(destination, spec.dtype)[number]
-    return f"id {value} at position {number} is outside the vocabulary of {spec.vocabulary} ids"
 
 
 _AT_ONCE = 1 << 16  # samples in one look, which bounds the memory

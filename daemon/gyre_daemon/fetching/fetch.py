@@ -21,7 +21,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gyre_daemon.datasets.codecs import CODECS, Codec, first_unknown_id, unknown_id
+from gyre_daemon.datasets.codecs import CODECS, Codec
 from gyre_daemon.datasets.dataset import Dataset, Packed
 from gyre_daemon.datasets.formats import Extents, FieldSpec, indexed_fields, stored_fields
 from gyre_daemon.errors import CorruptSample
@@ -278,7 +278,7 @@ class StoredField(Struct, frozen=True):
     @property
     def finishes(self) -> bool:
         """Whether bytes must be checked or converted once they are there."""
-        return any(codec.finish or spec.codec == "ids" for spec, codec in self.forms)
+        return any(codec.finish for _, codec in self.forms)
 
     def misfits(self, samples: Samples, column: int) -> npt.NDArray[np.bool_]:
         """Bool [n], which samples cannot be such a field; see `Codec.misfits`."""
@@ -493,9 +493,7 @@ class Fetcher:
                 write_packed(packed, fetch.rows, fetch.plan, fetch.layout, slot.memory)
             for samples, scratches in parts:
                 for column, (field, scratch) in enumerate(zip(self.stored, scratches, strict=True)):
-                    if self._specs[column].codec == "ids":
-                        self._check_ids(samples, column)
-                    elif field.finishes:
+                    if field.finishes:
                         self._finish_column(samples, column, scratch, field)
 
     def _finish_column(
@@ -517,33 +515,20 @@ class Fetcher:
 
     def _are_sound(self, samples: Samples, column: int, field: StoredField) -> bool:
         """Whether a check of all samples at once finds nothing; False if there is none."""
-        (_, codec), *others = field.forms
-        if codec.check_all is None or others or samples.lacking(column) is not None:
+        (spec, codec), *others = field.forms
+        is_mixed = any(other is not codec for _, other in others)
+        if codec.check_all is None or is_mixed or samples.lacking(column) is not None:
             return False
         begins = samples.target[:, column] - samples.slot.address
         ends = begins + samples.reserved[:, column]
         try:
             for first, stop in _runs(begins, ends):
                 begin, end = int(begins[first]), int(ends[stop - 1])
-                codec.check_all(samples.slot.memory[begin:end], begins[first:stop] - begin)
+                memory = samples.slot.memory[begin:end]
+                codec.check_all(spec, memory, begins[first:stop] - begin)
         except ValueError:
             return False  # one by one, so that the error names the sample
         return True
-
-    def _check_ids(self, samples: Samples, column: int) -> None:
-        """Check token ids against the vocabulary, adjacent samples of a batch at once."""
-        spec, memory = self._specs[column], samples.slot.memory
-        offsets, sizes = np.array(samples.offsets(column)), samples.reserved[:, column]
-        ends = offsets + sizes
-        for first, stop in _runs(offsets, ends):
-            begin, end = int(offsets[first]), int(ends[stop - 1])
-            unknown = first_unknown_id(spec, memory[begin:end])
-            if unknown is not None:
-                place = begin + unknown * spec.dtype.itemsize
-                sample = first + int(np.searchsorted(ends[first:stop], place, side="right"))
-                position = (place - int(offsets[sample])) // spec.dtype.itemsize
-                its = memory[int(offsets[sample]) : int(ends[sample])]
-                raise self.corrupt(samples, sample, column, unknown_id(spec, its, position))
 
     def corrupt(self, samples: Samples, sample: int, column: int, reason: str) -> CorruptSample:
         """The error for one field of one sample."""
