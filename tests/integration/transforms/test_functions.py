@@ -86,6 +86,14 @@ def test_lengths_are_measured_or_bounded(data: Path) -> None:
         load(data, {"name": tokens, "length": 3})
 
 
+def test_a_sample_of_another_length_than_was_measured_is_refused(data: Path) -> None:
+    def tokens(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"tokens": np.arange(rng.integers(1, 1000))}
+
+    with pytest.raises(CorruptSample, match="lengths must not depend on chance"):
+        load(data, {"name": tokens, "max_length": {"tokens": None}}, seed=1)
+
+
 def test_random_numbers_follow_the_seed_and_the_epoch(data: Path) -> None:
     first, again = (column(load(data, noisy, epochs=2), "noise") for _ in range(2))
     assert first == again
