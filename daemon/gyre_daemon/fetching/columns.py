@@ -216,14 +216,14 @@ class Measurings:
         self._found.clear()
 
 
-class _Part(Struct, frozen=True):
+class _ShardSamples(Struct, frozen=True):
     """Samples of one shard, by their ids."""
 
     shard: int
     ids: Int64Array
 
 
-_Parts = Sequence[tuple[_Part, Arrays]]
+_ShardArrays = Sequence[tuple[_ShardSamples, Arrays]]
 
 
 # Gets each `Measuring` that calls of a context begin or wait for.
@@ -349,7 +349,7 @@ class Measurer:
         bounds = await compute(shard_bounds, dataset.stored.index, num_shards)
         for shard, (first, stop) in enumerate(pairwise(bounds.tolist())):
             if shards is None or shard in shards:
-                part = _Part(shard, source.ids(first, stop))
+                part = _ShardSamples(shard, source.ids(first, stop))
                 arrays, was_kept = await self._part(source, part, work.advance)
                 parts.append((part, arrays))
                 work.num_known += (stop - first) * was_kept
@@ -361,7 +361,7 @@ class Measurer:
         return await source.joined(parts, are_all=shards is None)
 
     async def _part(
-        self, source: "_Source", part: _Part, advance: Callable[[int], None]
+        self, source: "_Source", part: _ShardSamples, advance: Callable[[int], None]
     ) -> tuple[Arrays, bool]:
         """The part of one shard, and whether it was kept before."""
         suffix, kind = await compute(_identities, source, part)
@@ -379,7 +379,7 @@ class Measurer:
         return arrays, False
 
 
-def _identities(source: "_Source", part: _Part) -> tuple[str, str]:
+def _identities(source: "_Source", part: _ShardSamples) -> tuple[str, str]:
     """The suffix of a column's sidecars, and the kind of that of these samples."""
     column = hashlib.blake2b(source.identity, digest_size=8).hexdigest()
     samples = hashlib.blake2b(source.identity, digest_size=16)
@@ -446,7 +446,7 @@ class _StoredField:
         """Those of the samples `[first, stop)` that the column has."""
         return np.arange(first, stop)
 
-    def check(self, part: _Part, arrays: Arrays) -> None:
+    def check(self, part: _ShardSamples, arrays: Arrays) -> None:
         """Refuse stored arrays that cannot be this part's, with a ValueError."""
         num = len(part.ids)
         if not self._is_text:
@@ -460,7 +460,7 @@ class _StoredField:
         if not is_whole or (np.diff(ends, prepend=0) < 0).any() or ends[-1:].sum() != len(texts):
             raise ValueError("its texts are not those of the shard's samples")
 
-    async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
+    async def find(self, part: _ShardSamples, advance: Callable[[int], None]) -> Arrays:
         """The part, to be stored; `advance` is told of samples as they are done."""
         found: list[_Bytes] = []
         for first in range(0, len(part.ids), self.at_once):
@@ -489,7 +489,7 @@ class _StoredField:
             _ENDS: np.cumsum([len(text) for text in different], dtype=np.int64),
         }
 
-    async def joined(self, parts: _Parts, *, are_all: bool) -> Column:
+    async def joined(self, parts: _ShardArrays, *, are_all: bool) -> Column:
         """The column of all parts, or of those of some shards."""
         name = self._spec.name
         if not self._is_text:
@@ -554,14 +554,14 @@ class _MadeLengths:
         ids = np.arange(first, stop)
         return ids[~np.isin(ids, self.dataset.corrupt)]
 
-    def check(self, part: _Part, arrays: Arrays) -> None:
+    def check(self, part: _ShardSamples, arrays: Arrays) -> None:
         found = array_of(arrays, _LENGTHS, np.int32, 2)
         if found.shape != (len(part.ids), self._num_lengths) or (found < 0).any():
             raise ValueError("its lengths are not those of the shard's samples")
         if self._reports:
             from_arrays(arrays, len(part.ids))
 
-    async def find(self, part: _Part, advance: Callable[[int], None]) -> Arrays:
+    async def find(self, part: _ShardSamples, advance: Callable[[int], None]) -> Arrays:
         ids = part.ids
         lengths = np.zeros((len(ids), self._num_lengths), np.int32)
         failures: list[Damage] = []
@@ -631,7 +631,9 @@ class _MadeLengths:
         by, reason = error.facts.get("transform"), str(error.facts["reason"])
         return Damage(place, offset, f"{by}: {reason}" if by else reason)
 
-    async def joined(self, parts: _Parts, *, are_all: bool) -> tuple[Lengths, list[CorruptRecord]]:
+    async def joined(
+        self, parts: _ShardArrays, *, are_all: bool
+    ) -> tuple[Lengths, list[CorruptRecord]]:
         """Report the failures of all shards, too."""
         dataset = self.dataset
         shape = dataset.stored.index.num_samples, self._num_lengths

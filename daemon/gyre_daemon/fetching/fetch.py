@@ -41,7 +41,7 @@ from gyre_daemon.runtime.threads import Claims, FairExecutor
 from gyre_daemon.storage.reads import Delays, Draws, NextUse, Reads, WritableArena
 
 
-class Place(Protocol):
+class TargetMemory(Protocol):
     """Memory that a batch group is read into, such as a slot."""
 
     @property
@@ -212,13 +212,13 @@ class Samples(Struct, frozen=True):
     """
 
     sample_ids: Int64Array
-    slot: Place
+    slot: TargetMemory
     extents: Extents
     target: Int64Array
     reserved: Int64Array
 
     @classmethod
-    def of(cls, fetch: Fetch, slot: Place, some: slice) -> "Samples":
+    def of(cls, fetch: Fetch, slot: TargetMemory, some: slice) -> "Samples":
         """Some samples of a laid out batch group."""
         destinations = fetch.layout.destinations[some]
         target = destinations[:, :, 0] + slot.address
@@ -427,7 +427,7 @@ class Fetcher:
     async def fill(
         self,
         fetch: Fetch,
-        slot: Place,
+        slot: TargetMemory,
         claims: Claims,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
@@ -485,7 +485,7 @@ class Fetcher:
                 tasks.create_task(read(number, reads.part(slice(*cut))))
 
     def _finish(
-        self, fetch: Fetch, slot: Place, parts: Sequence[tuple[Samples, list[Scratch]]]
+        self, fetch: Fetch, slot: TargetMemory, parts: Sequence[tuple[Samples, list[Scratch]]]
     ) -> None:
         """Check and decode; runs in a thread, which continues if the caller is cancelled."""
         with slot.arena.lease():
@@ -574,7 +574,7 @@ class _GroupReads:
         self,
         fetcher: Fetcher,
         fetch: Fetch,
-        slot: Place,
+        slot: TargetMemory,
         claims: Claims,
         ahead: Ahead,
         delays: Delays,

@@ -54,7 +54,7 @@ _PLACE_FACTOR, _MIN_PLACE_BYTES = 8, 4 << 10
 
 
 class Staging(Struct, frozen=True):
-    """Memory outside of arenas that fields are read into; see `Place`.
+    """Memory outside of arenas that fields are read into; see `TargetMemory`.
 
     Attributes:
         owner: all memory around it, which stays as long as anything refers to this.
@@ -75,7 +75,7 @@ class Staging(Struct, frozen=True):
 
     @property
     def arena(self) -> "Staging":
-        """See `Place.arena`."""
+        """See `TargetMemory.arena`."""
         return self
 
     def lease(self) -> AbstractContextManager[None]:

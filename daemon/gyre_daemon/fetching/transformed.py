@@ -36,7 +36,7 @@ from gyre_daemon.fetching.fetch import (
     NOTHING_AHEAD,
     Ahead,
     Fetch,
-    Place,
+    TargetMemory,
     packed_fetches,
     plain_fetches,
 )
@@ -81,7 +81,7 @@ class _Filling(Struct, frozen=True):
     """
 
     fetch: Fetch
-    slot: Place
+    slot: TargetMemory
     draws: Draws
     lengths: Int64Array
     told: Int64Array
@@ -201,7 +201,7 @@ class TransformingFetcher:
     async def fill(
         self,
         fetch: Fetch,
-        slot: Place,
+        slot: TargetMemory,
         claims: Claims,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
@@ -227,7 +227,7 @@ class TransformingFetcher:
         delays.finish_s = time.monotonic() - began - delays.read_s
         return layout
 
-    def _write_own(self, fetch: Fetch, slot: Place, told: Int64Array) -> GroupLayout:
+    def _write_own(self, fetch: Fetch, slot: TargetMemory, told: Int64Array) -> GroupLayout:
         layout = fetch.layout
         with slot.arena.lease():
             if self._dataset.packed and fetch.rows:
@@ -240,7 +240,7 @@ class TransformingFetcher:
             write_own_tensors(fetch.plan, layout, slot.memory, indexed)
         return layout
 
-    def _without_gaps(self, fetch: Fetch, slot: Place, told: Int64Array) -> GroupLayout:
+    def _without_gaps(self, fetch: Fetch, slot: TargetMemory, told: Int64Array) -> GroupLayout:
         """Move samples together if they are shorter than their limits.
 
         All move to lower addresses, in the order of these, so none overwrites another.
@@ -280,7 +280,9 @@ class TransformingFetcher:
         with slot.arena.lease():
             into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
             destinations, stored = fetch.layout.destinations[begin:], portion.staged.destinations
-            are_places_full = np.array_equal(where.told[some], portion.plan.lengths)
+            room = portion.plan.lengths
+            assert room is not None
+            are_places_full = np.array_equal(where.told[some], room)
             limited = [] if are_places_full else self._ragged
             for number, (column, element_bytes) in enumerate(limited):
                 sizes = (where.told[some, number] * element_bytes).tolist()

@@ -45,11 +45,11 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import FairExecutor, Flow
 from gyre_daemon.sessions import stream_state
 from gyre_daemon.sessions.session_request import Reservations
-from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState, latest
+from gyre_daemon.sessions.stream_state import Consumer, Group, Stream, StreamState, last_bound
 from gyre_daemon.storage.reads import Delays
 
 
-class _Part(Struct, eq=False):
+class _TakenBatches(Struct, eq=False):
     """Batches that a data rank took together, or why the only one of them failed.
 
     Attributes:
@@ -110,7 +110,7 @@ class RankPeer(Struct, eq=False):
     end: Callable[[GyreError], None]
     is_starved: bool = False
     read_until: int | None = None
-    held: dict[int, tuple[range, _Part]] = field(default_factory=dict)
+    held: dict[int, tuple[range, _TakenBatches]] = field(default_factory=dict)
 
     @property
     def at_end(self) -> bool:
@@ -196,8 +196,8 @@ class DataRank:
         self.flow, self.fence = flow, fence
         self.peers: list[RankPeer] = []
         self._may_have_peers = may_have_peers
-        self._parts: dict[int, _Part] = {}  # by each of their steps
-        self._retained: list[_Part] = []
+        self._parts: dict[int, _TakenBatches] = {}  # by each of their steps
+        self._retained: list[_TakenBatches] = []
 
     @property
     def share(self) -> Share:
@@ -235,7 +235,7 @@ class DataRank:
         self._retained = [part for part in self._retained if not part.num_waiting]
         return peer
 
-    def part_at(self, step: int) -> _Part | None:
+    def part_at(self, step: int) -> _TakenBatches | None:
         """The part with this step; None where the step was not taken from the stream."""
         return self._parts.get(step)
 
@@ -247,7 +247,9 @@ class DataRank:
         part = self._parts.get(peer.next_step)
         if part is None:
             batches = self.streams.take(self.consumer, max_batches)
-            part = _Part(range(peer.next_step, self.consumer.next_step), batches, len(self.peers))
+            part = _TakenBatches(
+                range(peer.next_step, self.consumer.next_step), batches, len(self.peers)
+            )
             self._parts.update(dict.fromkeys(part.steps, part))
         stop = min(part.steps.stop, peer.next_step + max_batches)
         steps = range(peer.next_step, stop)
@@ -286,7 +288,7 @@ class DataRank:
     def read_until(self, peer: RankPeer, step: int | None) -> None:
         """Note until where a peer wants batches to be read; the peer that wants most decides."""
         peer.read_until = step
-        self.streams.read_until(self.consumer, latest([each.read_until for each in self.peers]))
+        self.streams.read_until(self.consumer, last_bound([each.read_until for each in self.peers]))
 
     def held_up_by(self, peer: RankPeer) -> RankPeer | None:
         """The peer that another one waits for, because its unsent batches fill the memory."""
@@ -325,12 +327,12 @@ class DataRank:
             part.num_waiting -= 1
             self._settle(part)
 
-    def _parts_from(self, step: int) -> Iterator[_Part]:
+    def _parts_from(self, step: int) -> Iterator[_TakenBatches]:
         while part := self._parts.get(step):
             step = part.steps.stop
             yield part
 
-    def _settle(self, part: _Part) -> None:
+    def _settle(self, part: _TakenBatches) -> None:
         """Drop or retain a part no longer needed; lease the arena of one still to be sent."""
         if part.num_waiting:
             part.lease(is_wanted=True)
@@ -348,7 +350,7 @@ class DataRank:
             num_over -= len(oldest.steps)
             self._drop(oldest)
 
-    def _drop(self, part: _Part) -> None:
+    def _drop(self, part: _TakenBatches) -> None:
         for step in part.steps:
             del self._parts[step]
         part.lease(is_wanted=False)

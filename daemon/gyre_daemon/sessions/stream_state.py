@@ -63,7 +63,7 @@ from gyre_daemon.memory.share import Share
 TOLERATED = 0.05
 
 
-def latest(bounds: Sequence[int | None]) -> int | None:
+def last_bound(bounds: Sequence[int | None]) -> int | None:
     """The last of some steps, where None is no bound; None without any."""
     known = [bound for bound in bounds if bound is not None]
     return max(known) if len(known) == len(bounds) > 0 else None
@@ -277,13 +277,13 @@ class Stream(Struct, eq=False):
     @property
     def read_until(self) -> int | None:
         """The step after the last that a consumer wants for now; None if one wants all."""
-        until, end = latest(self.bounds), self.end_step
+        until, end = last_bound(self.bounds), self.end_step
         return until if end is None else end if until is None else min(until, end)
 
     @property
     def end_step(self) -> int | None:
         """The step after the last that a consumer wants; None if one reads without end."""
-        return latest([segment.stop for segment in self.segments])
+        return last_bound([segment.stop for segment in self.segments])
 
     def has(self, step: int) -> bool:
         """Whether a consumer can begin at this step: it is here with all that follow, or next."""
