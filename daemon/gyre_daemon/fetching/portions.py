@@ -224,8 +224,10 @@ class PortionReader:
                 raise self._corrupt(plan, number, failure)
         asked_at = time.monotonic()
         staged = self._layouts.make(plan.alone, plan.extents.tensor_bytes)
-        outputs, made, told = self._outputs(plan, staged)
-        request, end = ENCODER.encode(self._request(plan, staged, outputs)), pages(told.stop)
+        begin = pages(staged.num_bytes)
+        told = range(begin, begin + 4 * len(plan) * len(self._dataset.made_ragged))
+        outputs, made, end = self._outputs(plan, told)
+        request = ENCODER.encode(self._request(plan, staged, outputs))
         where = range(end, end + len(request))
         async with self._dataset.pool.room.hold(where.stop, claims) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
@@ -323,32 +325,28 @@ class PortionReader:
                 column += 1
             yield elements * spec.element_bytes
 
-    def _outputs(
-        self, plan: PortionPlan, staged: GroupLayout
-    ) -> tuple[list[Output], Int64Array, range]:
-        """Where made fields go in the exchange: for the process, in bytes, and its lengths."""
+    def _outputs(self, plan: PortionPlan, told: range) -> tuple[list[Output], Int64Array, int]:
+        """Where made fields go behind `told`: for the process, in bytes, and where all end."""
         outputs: list[Output] = []
-        num, end = len(plan), pages(staged.num_bytes)
+        num, end, told_at = len(plan), pages(told.stop), told.start
         made = np.zeros((len(self._dataset.made), num + 1), np.int64)
-        is_measured_alone, lengths = plan.lengths is None, plan.lengths
+        lengths = plan.lengths
         if lengths is None:
             lengths = np.zeros((num, len(self._dataset.made_ragged)), np.int64)
         columns = zip(self._dataset.made, self._made_bytes(num, lengths), strict=True)
         for number, (spec, sizes) in enumerate(columns):
-            if is_measured_alone and not spec.ragged:
+            if plan.lengths is None and not spec.ragged:
                 continue
             ends = np.concatenate(([0], np.cumsum(sizes)))
-            elements = (ends // max(spec.element_bytes, 1)).astype("<i8").tobytes()
-            places = elements if spec.ragged else b""
-            outputs.append(Output(spec.name, name_of(spec.dtype), spec.shape, end, places))
+            output = Output(spec.name, name_of(spec.dtype), spec.shape, end)
+            if spec.ragged:
+                elements = (ends // max(spec.element_bytes, 1)).astype("<i8").tobytes()
+                output = msgspec.structs.replace(output, ends=elements, lengths=told_at)
+                told_at += 4 * num
+            outputs.append(output)
             made[number] = end + ends
             end = pages(end + int(ends[-1]))
-        begin = end
-        for number, each in enumerate(outputs):
-            if each.ends:
-                outputs[number] = msgspec.structs.replace(each, lengths=end)
-                end += 4 * num
-        return outputs, made, range(begin, end)
+        return outputs, made, end
 
     def _request(self, plan: PortionPlan, staged: GroupLayout, outputs: list[Output]) -> Portion:
         source, (batch,) = self._dataset.source.fields, staged.batches
