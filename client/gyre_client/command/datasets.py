@@ -422,9 +422,10 @@ def _lint_text(last: pb.LintProgress, findings: Sequence[pb.LintFinding], num_fo
         for each in findings[:_MAX_NAMED]
     ]
     # the reason has a separate line: it is longer than any column
-    table = stacked(("KIND", "SHARD", "OFFSET", "SAMPLE"), rows, 4, page_width()).split("\n")
-    lines = table[:1]
-    for line, each in zip(table[1:], findings, strict=False):
+    [table] = stacked(("KIND", "SHARD", "OFFSET", "SAMPLE"), rows, 4, page_width())
+    head, *cells = table.split("\n")
+    lines = [head]
+    for line, each in zip(cells, findings, strict=False):
         lines += [line, f"  {printable(each.reason)}"]
     num_more = num_found - len(rows)
     more = [f"... and {num_more:,} more"] if num_more else []

@@ -176,25 +176,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(_row(row, widths, is_number) for row in cells)
 
 
-def fitted(
-    header: Sequence[str], rows: Iterable[Sequence[str]], ranks: Sequence[int], num_columns: int
-) -> list[str]:
-    """Returns the lines of a table no wider than a terminal.
-
-    If there is no room, the columns with the greatest ranks are left out; lines that still do not
-    fit are cut.
-    """
-    cells = _cells(header, rows)
-    kept = list(range(len(header)))
-    while len(kept) > 1 and _table_width(cells, kept) > num_columns:
-        kept.remove(max(kept, key=lambda column: ranks[column]))
-    return _cut_table(cells, kept, num_columns)
-
-
 def stacked(
     header: Sequence[str], rows: Iterable[Sequence[object]], num_keys: int, num_columns: int
-) -> str:
-    """Returns a table no wider than a page; columns without room go to further tables below it.
+) -> list[str]:
+    """Returns tables no wider than a page: columns without room go to the next one.
 
     The first `num_keys` columns come first in each of the tables.
     """
@@ -210,18 +195,16 @@ def stacked(
         if len(groups[-1]) > num_keys and _table_width(cells, [*groups[-1], column]) > num_columns:
             groups.append(list(keys))
         groups[-1].append(column)
-    return "\n\n".join("\n".join(_cut_table(cells, group, num_columns)) for group in groups)
+    tables = []
+    for group in groups:
+        heads, *body = [[row[column] for column in group] for row in cells]
+        lines = table(heads, body).split("\n")
+        tables.append("\n".join(cut(line, num_columns) for line in lines))
+    return tables
 
 
 def _cells(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[list[str]]:
     return [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
-
-
-def _cut_table(
-    cells: Sequence[Sequence[str]], columns: Sequence[int], num_columns: int
-) -> list[str]:
-    header, *rows = [[row[column] for column in columns] for row in cells]
-    return [cut(line, num_columns) for line in table(header, rows).split("\n")]
 
 
 def cut(line: str, num_columns: int) -> str:

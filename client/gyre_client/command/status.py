@@ -4,9 +4,9 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import shtab
 from gyre_protos.text import counted, printable
@@ -18,7 +18,6 @@ from gyre_client.command.output import (
     duration,
     emit,
     facts,
-    fitted,
     live_terminal,
     mount_line,
     page_width,
@@ -69,86 +68,66 @@ def to_plain(status: pb.DaemonStatus) -> dict[str, Any]:
     return value
 
 
-class _Row(NamedTuple):
-    session: pb.SessionState
-    rates: SessionRates | None
+_Cell = Callable[[pb.SessionState], str]
 
 
-class _Column(NamedTuple):
-    """A column of the table of sessions.
+def _rate(read: Callable[[SessionRates], str]) -> _Cell:
+    def cell(session: pb.SessionState) -> str:
+        rates = session_rates(session)
+        return _UNKNOWN if rates is None else read(rates)
 
-    If there is no room, the columns with the greatest ranks are left out.
-    """
-
-    name: str
-    rank: int
-    read: Callable[[_Row], str]
+    return cell
 
 
-def _rate(read: Callable[[SessionRates], str]) -> Callable[[_Row], str]:
-    return lambda row: _UNKNOWN if row.rates is None else read(row.rates)
-
-
-_COLUMNS = (
-    _Column("JOB", 0, lambda row: row.session.reader.job),
-    _Column("RANK", 4, lambda row: f"{row.session.reader.rank}/{row.session.reader.world_size}"),
-    _Column("DATASET", 8, lambda row: row.session.dataset),
-    _Column("BATCHES/S", 1, _rate(lambda rates: f"{rates.batches_per_s:,.1f}")),
-    _Column("BYTES/S", 6, _rate(lambda rates: size(rates.bytes_per_s))),
-    _Column("WINDOW", 2, _rate(lambda rates: _bar(rates.occupancy))),
-    _Column("MEANING", 3, _rate(lambda rates: rates.meaning)),
-    _Column("STARVED", 5, _rate(lambda rates: f"{rates.starved:.0%}")),
-    _Column("STEP", 7, lambda row: str(row.session.resume_step)),
-    _Column("MEMORY", 9, lambda row: size(row.session.memory_bytes)),
-    _Column("BY", 10, lambda row: _TRANSPORTS.get(row.session.transport, _UNKNOWN)),
-)
-_MORE_COLUMNS = (
-    _Column("USER", 0, lambda row: row.session.user),
-    _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
-    _Column("TRANSFORMS", 0, lambda row: ", ".join(row.session.transforms) or _UNKNOWN),
-    _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
-)
+# The columns of the table of sessions, the important ones first: `top` leaves out the last ones if
+# there is no room.
+_COLUMNS: Mapping[str, _Cell] = {
+    "JOB": lambda session: session.reader.job,
+    "RANK": lambda session: f"{session.reader.rank}/{session.reader.world_size}",
+    "BATCHES/S": _rate(lambda rates: f"{rates.batches_per_s:,.1f}"),
+    "WINDOW": _rate(lambda rates: _bar(rates.occupancy)),
+    "MEANING": _rate(lambda rates: rates.meaning),
+    "STARVED": _rate(lambda rates: f"{rates.starved:.0%}"),
+    "BYTES/S": _rate(lambda rates: size(rates.bytes_per_s)),
+    "STEP": lambda session: str(session.resume_step),
+    "DATASET": lambda session: session.dataset,
+    "MEMORY": lambda session: size(session.memory_bytes),
+    "BY": lambda session: _TRANSPORTS.get(session.transport, _UNKNOWN),
+}
+_MORE_COLUMNS: Mapping[str, _Cell] = {
+    "USER": lambda session: session.user,
+    "IN FLIGHT": lambda session: str(session.num_in_flight),
+    "TRANSFORMS": lambda session: ", ".join(session.transforms) or _UNKNOWN,
+    "SHARED BY": lambda session: str(session.num_sharing),
+}
 _STORAGE = ("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE")
 _ENDPOINTS = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
 _MOUNTS = ("MOUNT", "FILE SYSTEM", "GUESS", "MEDIAN READ", "NOW")
-# Shown where a session has a value.
-_OPTIONAL_COLUMNS = (
-    _Column("PEER", 0, lambda row: _peer(row.session.reader)),
-    _Column("SAMPLES", 0, lambda row: _samples(row.session)),
-    _Column("FILLED", 0, lambda row: _share(row.session, "filled")),
-    _Column("SPREAD", 0, lambda row: _share(row.session, "spread")),
-)
 
 
-def _metric_columns(sessions: Iterable[pb.SessionState]) -> list[_Column]:
+def _metric_columns(sessions: Iterable[pb.SessionState]) -> dict[str, _Cell]:
     """Returns a column for each metric, unless it is 0 in all sessions.
 
     Integrals in batch-seconds are left out: the column WINDOW has the ratio of their growths.
     """
     names = {name for its in sessions for name, value in its.metrics.items() if value}
-    return [
+    return dict(
         _metric_column(name) for name in sorted(names) if not name.endswith("_batch_seconds_total")
-    ]
+    )
 
 
-def _metric_column(name: str) -> _Column:
-    """Returns the column of a metric, whose name ends in its unit."""
+def _metric_column(name: str) -> tuple[str, _Cell]:
+    """Returns the head and the cells of a metric, whose name ends in its unit."""
     head = name.removeprefix("gyre_job_").removesuffix("_total")
     form: Callable[[float], str] = _number
     for unit, of_unit in (("_seconds", duration), ("_bytes", size)):
         if head.endswith(unit):
             head, form = head.removesuffix(unit), of_unit
-    return _Column(
-        head.replace("_", " ").upper(), 0, lambda row: form(row.session.metrics.get(name, 0.0))
-    )
+    return head.replace("_", " ").upper(), lambda session: form(session.metrics.get(name, 0.0))
 
 
 def _number(value: float) -> str:
     return f"{value:,.15g}"
-
-
-def _peer(reader: pb.Reader) -> str:
-    return str(reader.peer) if reader.HasField("peer") else _UNKNOWN
 
 
 def _share(session: pb.SessionState, name: Literal["filled", "spread"]) -> str:
@@ -162,20 +141,28 @@ def _samples(session: pb.SessionState) -> str:
     return f"{first.num_samples:,}{''.join(more)}" if session.stages else _UNKNOWN
 
 
+# Shown where a session has a value.
+_OPTIONAL_COLUMNS: Mapping[str, _Cell] = {
+    "PEER": lambda session: (
+        str(session.reader.peer) if session.reader.HasField("peer") else _UNKNOWN
+    ),
+    "SAMPLES": _samples,
+    "FILLED": lambda session: _share(session, "filled"),
+    "SPREAD": lambda session: _share(session, "spread"),
+}
+
+
 def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
     """Returns the whole status, in lines no longer than `num_columns`."""
     parts = [facts(_daemon_facts(status), num_columns)]
     if status.sessions:
-        metrics = _metric_columns(status.sessions)
-        shown = {each.name: each for each in (*_COLUMNS, *_MORE_COLUMNS, *metrics)}
-        columns = list(shown.values())  # a metric may be among the first already
-        columns += [
-            column
-            for column in _OPTIONAL_COLUMNS
-            if any(cell != _UNKNOWN for (cell,) in _cells(status, [column]))
-        ]
-        names = [column.name for column in columns]
-        parts.append(stacked(names, _cells(status, columns), _NUM_KEYS, num_columns))
+        # a metric may have the name of a column, and then takes its place
+        columns = {**_COLUMNS, **_MORE_COLUMNS, **_metric_columns(status.sessions)} | {
+            name: read
+            for name, read in _OPTIONAL_COLUMNS.items()
+            if any(read(session) != _UNKNOWN for session in status.sessions)
+        }
+        parts += stacked(*_sessions_table(status, columns), _NUM_KEYS, num_columns)
     endpoints = [
         (each.name, each.limit, each.num_in_flight, each.num_waiting, each.num_retries_left)
         for each in status.endpoints
@@ -187,7 +174,9 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         (_MOUNTS, [*map(_mount_row, status.mounts)], 1),
         (("VALUE", "METRIC"), series, 1),
     )
-    parts += [stacked(*each, num_columns) for each in tables if each[1]]
+    for each in tables:
+        if each[1]:
+            parts += stacked(*each, num_columns)
     return "\n\n".join(parts)
 
 
@@ -264,8 +253,8 @@ def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | No
         cut(f"{_sessions(status)}, {rates}; {_memory(status)}", num_columns),
     ]
     if status.sessions:
-        names, ranks = [each.name for each in _COLUMNS], [each.rank for each in _COLUMNS]
-        lines += ["", *fitted(names, _cells(status, _COLUMNS), ranks, num_columns)]
+        first, *_ = stacked(*_sessions_table(status, _COLUMNS), _NUM_KEYS, num_columns)
+        lines += ["", *first.split("\n")]
     if num_lines is None or len(lines) <= num_lines:
         return lines
     kept = lines[: max(num_lines - 1, 0)]
@@ -286,13 +275,14 @@ def _memory(status: pb.DaemonStatus) -> str:
     return f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"
 
 
-def _cells(status: pb.DaemonStatus, columns: Sequence[_Column]) -> list[list[str]]:
-    """Returns one row per session, ordered by job, rank and peer."""
+def _sessions_table(
+    status: pb.DaemonStatus, columns: Mapping[str, _Cell]
+) -> tuple[Sequence[str], list[list[str]]]:
+    """Returns the heads, and one row per session, ordered by job, rank and peer."""
     sessions = sorted(
         status.sessions, key=lambda each: (each.reader.job, each.reader.rank, each.reader.peer)
     )
-    rows = [_Row(each, session_rates(each)) for each in sessions]
-    return [[column.read(row) for column in columns] for row in rows]
+    return [*columns], [[read(session) for read in columns.values()] for session in sessions]
 
 
 def _bar(occupancy: float | None) -> str:

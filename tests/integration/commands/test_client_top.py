@@ -140,7 +140,7 @@ def test_a_narrow_terminal_shows_the_important_columns(daemon: Daemon) -> None:
             shown = re.sub(rb"\x1b\[\d*[mK]", b"", terminal.shown)
             lines = [line for line in shown.split(b"\r\n") if line.startswith(b"JOB")]
             assert all(len(line) <= 40 for line in lines)
-            assert lines[-1].split() == [b"JOB", b"BATCHES/S", b"WINDOW"]
+            assert lines[-1].split() == [b"JOB", b"RANK", b"BATCHES/S", b"WINDOW"]
             terminal.press(b"q")
             assert terminal.process.wait(DEADLINE_S) == 0
 

@@ -4,7 +4,7 @@ import io
 import re
 
 import pytest
-from gyre_client.command.output import cut, fitted, painted, table, width
+from gyre_client.command.output import cut, painted, stacked, table, width
 from gyre_client.command.status import full_text, summary_lines, to_plain
 from gyre_client.page.watch import SessionRates, session_rates
 from gyre_protos.text import printable
@@ -117,7 +117,7 @@ def test_a_share_of_the_time_never_exceeds_one() -> None:
 def test_a_new_session_has_no_rates_yet() -> None:
     status = answer(session("a"), session("b", elapsed_s=0.01))
     text = full_text(status, 200)
-    assert [line.split()[3] for line in text.splitlines()[-2:]] == ["0.0", "-"]
+    assert [line.split()[2] for line in text.splitlines()[-2:]] == ["0.0", "-"]
     assert [
         item["rates"] and item["rates"]["meaning"] for item in to_plain(status)["sessions"]
     ] == [
@@ -221,7 +221,7 @@ def test_a_look_at_every_size_of_terminal_fits() -> None:
     assert "JOB" in wide
     assert "BY" in wide
     narrow = summary_lines(snapshot, 40, 10)
-    assert narrow[3].split() == ["JOB", "BATCHES/S", "WINDOW"]
+    assert narrow[3].split() == ["JOB", "RANK", "BATCHES/S"]
     assert narrow[-1] == "and 25 more"
 
 
@@ -237,15 +237,16 @@ def test_a_job_s_name_cannot_draw_on_the_terminal() -> None:
 TEXT = st.text(max_size=12)
 
 
-@given(
-    st.lists(st.tuples(TEXT, TEXT, TEXT), max_size=5), st.permutations(range(3)), st.integers(0, 40)
-)
-def test_tables_fit(rows: list[tuple[str, str, str]], ranks: list[int], num_columns: int) -> None:
-    lines = fitted(("ONE", "TWO", "THREE"), rows, ranks, num_columns)
-    assert len(lines) == 1 + len(rows)
-    assert all(width(line) <= num_columns for line in lines)
-    whole = fitted(("ONE", "TWO", "THREE"), rows, ranks, 1000)
-    assert whole == table(("ONE", "TWO", "THREE"), rows).split("\n")
+@given(st.lists(st.tuples(TEXT, TEXT, TEXT), max_size=5), st.integers(0, 3), st.integers(0, 40))
+def test_tables_fit(rows: list[tuple[str, str, str]], num_keys: int, num_columns: int) -> None:
+    tables = stacked(("ONE", "TWO", "THREE"), rows, num_keys, num_columns)
+    for each in tables:
+        lines = each.split("\n")
+        assert len(lines) == 1 + len(rows)
+        assert all(width(line) <= num_columns for line in lines)
+    assert len(tables) <= max(1, 3 - num_keys)
+    whole = stacked(("ONE", "TWO", "THREE"), rows, num_keys, 1000)
+    assert whole == [table(("ONE", "TWO", "THREE"), rows)]
 
 
 @given(TEXT, st.integers(0, 20))
