@@ -60,26 +60,22 @@ class Curve:
     def __init__(self) -> None:
         self.steps: deque[int] = deque(maxlen=_MAX_STEPS)
         self.losses: deque[float] = deque(maxlen=_MAX_STEPS)
-        self.rates: deque[float] = deque(maxlen=_MAX_STEPS)
         self._spikes: list[Spike] = []
 
     def add(self, entry: dict[str, Any]) -> None:
         """Adds a line of the history: a step, or a resume, which takes later steps back."""
         if isinstance(resumed := entry.get("resumed_at"), int):
             while self.steps and self.steps[-1] >= resumed:
-                for each in (self.steps, self.losses, self.rates):
-                    each.pop()
+                self.steps.pop()
+                self.losses.pop()
             self._spikes = [each for each in self._spikes if each.step < resumed]
             return
         step, loss = entry.get("step"), entry.get("loss")
         if not isinstance(step, int) or not isinstance(loss, int | float):
             return
-        num, elapsed_s = entry.get("num_targets", 0), entry.get("elapsed_s", 0)
-        known = isinstance(num, int | float) and isinstance(elapsed_s, int | float)
         self._judge(step, float(loss))
         self.steps.append(step)
         self.losses.append(float(loss))
-        self.rates.append(num / elapsed_s if known and elapsed_s > 0 else 0.0)
 
     def _judge(self, step: int, loss: float) -> None:
         num = min(_WINDOW, len(self.losses))
@@ -108,12 +104,11 @@ class Curve:
 
     def plain(self) -> dict[str, Any]:
         """Returns at most some 1,500 points; of neighbours, the lowest and the highest are kept."""
-        steps, losses, rates = list(self.steps), list(self.losses), list(self.rates)
+        steps, losses = list(self.steps), list(self.losses)
         kept = _kept(losses)
         return {
             "step": [steps[each] for each in kept],
             "loss": [_finite(losses[each]) for each in kept],
-            "tokens_per_s": [_finite(rates[each]) for each in kept],
             "spikes": [
                 {"step": each.step, "loss": each.loss, "usual": each.usual} for each in self.spikes
             ],
@@ -181,7 +176,6 @@ class TrainingRun:
             "number": self.number,
             "name": printable(self.path.name),
             "folder": printable(str(self.path)),
-            "has_status": bool(status),
             "state": self._state(time.time() - written_at),
             "step": status.get("step") or (curve.steps[-1] + 1 if curve.steps else 0),
             "steps": status.get("steps"),
@@ -189,7 +183,6 @@ class TrainingRun:
             "tokens_per_s": status.get("tokens_per_s"),
             "ranks": status.get("ranks", []),
             "num_recorded": len(curve.steps),
-            "num_spikes": len(curve.spikes),
         }
 
     def _state(self, age_s: float) -> str:

@@ -251,10 +251,8 @@ class WatchedDaemon:
             "reserved_bytes": status.memory_reserved_bytes,
             "budget_bytes": status.memory_budget_bytes,
             "abandoned_bytes": status.memory_abandoned_bytes,
-            "num_sessions": len(sessions),
             "num_hidden": status.num_hidden_sessions,
             "num_datasets": len(self._datasets),
-            "num_substitutes": status.num_substitutes_sent,
             "measuring": [measuring_line(each) for each in status.measurings[:8]],
             "cache": plain(status.cache) if status.HasField("cache") else None,
             "endpoints": [
@@ -322,9 +320,7 @@ class _Reads:
         self._reads[key] = {
             "first_step": timing.first_step,
             "stop_step": timing.stop_step,
-            "rank": timing.rank,
             "total_s": timing.total_s,
-            "storage_s": timing.storage_s,
             "bound": "storage" if is_storage else "processor",
             "awaited": timing.awaited,
             "failed": bool(timing.error),
@@ -459,12 +455,10 @@ def _job(
         "where": printable(where),
         "verdict": verdict_of(rates, shares, starved, printable(where)),
         "shares": shares,
-        "starved": starved,
         "batches_per_s": sum(each.batches_per_s for each in rates),
         "bytes_per_s": sum(each.bytes_per_s for each in rates),
         "step": min(each.resume_step for each in ranks),
         "world_size": first.reader.world_size,
-        "memory_bytes": sum(each.memory_bytes for each in ranks),
         "num_substitutes": sum(each.num_substitutes for each in ranks),
         "transforms": [printable(each) for each in first.transforms],
         "filled": first.filled if first.HasField("filled") else None,
@@ -491,13 +485,10 @@ def _rank(session: pb.SessionState) -> dict[str, Any]:
         "in_flight": session.num_in_flight,
         "held": session.num_held,
         "window": session.window_batches,
-        "occupancy": rates.occupancy if rates else None,
         "starved": rates.starved if rates else None,
-        "batches_per_s": rates.batches_per_s if rates else None,
         "memory_bytes": session.memory_bytes,
         "memory_limit_bytes": session.memory_limit_bytes,
         "shared_memory": session.transport == pb.TRANSPORT_ARENA,
-        "num_sharing": session.num_sharing,
     }
 
 
@@ -549,11 +540,10 @@ def users_of(sessions: Iterable[pb.SessionState]) -> list[dict[str, Any]]:
     """Returns the memory and windows of each user, the largest first."""
     users: dict[str, dict[str, Any]] = {}
     for each in sessions:
-        none = {"num_sessions": 0, "memory_bytes": 0, "limit_bytes": 0, "window": 0, "ready": 0}
+        none = {"num_sessions": 0, "memory_bytes": 0, "window": 0, "ready": 0}
         found = users.setdefault(each.user, {"user": printable(each.user), **none})
         found["num_sessions"] += 1
         found["memory_bytes"] += each.memory_bytes
-        found["limit_bytes"] += each.memory_limit_bytes
         found["window"] += each.window_batches
         found["ready"] += each.num_ready
     return sorted(users.values(), key=lambda user: -int(user["memory_bytes"]))

@@ -388,7 +388,7 @@ def order_map(
     num_rows = max(1, len(first.rows))
     num_columns = min(_MAX_COLUMNS, max(_MIN_COLUMNS, _MAX_LOCATED // num_rows))
     num_samples, num_bands = description.num_samples, min(_NUM_BANDS, description.num_samples)
-    steps, cells, epochs = [], [], []
+    steps, cells = [], []
     shards: dict[int, list[str]] = {}
     seen: set[str] = set()
     for column in range(num_columns):
@@ -402,11 +402,9 @@ def order_map(
                 _note(shards.setdefault(band, []), located.shards[sample.shard])
         seen.update(located.shards)
         steps.append(located.step)
-        epochs.append(located.epoch)
         cells.append(counts)
     return {
         "steps": steps,
-        "epochs": epochs,
         "cells": cells,
         "bands": [[printable(name) for name in shards.get(band, [])] for band in range(num_bands)],
         "num_samples": num_samples,
