@@ -37,12 +37,11 @@ from gyre_client.command.job_steps import (
     why,
 )
 from gyre_client.command.options import (
-    OneAddress,
     add_dataset_arguments,
     add_engine_argument,
     interval_s,
 )
-from gyre_client.command.output import CommandOutput, emit, emit_more, to_json
+from gyre_client.command.output import CommandOutput, emit, to_json
 from gyre_client.command.status import add_page_arguments, drain, page, status, top
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
 from gyre_client.transport.connection import Connection
@@ -65,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         output = _run(args)
         if output is not None:
-            emit(to_json(output.value) if args.json else output.text)
-            emit_more(() if args.json else output.more)
+            emit(*([to_json(output.value)] if args.json else [output.text, *output.more]))
             return output.status
     except GyreError as error:
         print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
@@ -79,6 +77,9 @@ def _run(args: argparse.Namespace) -> CommandOutput | None:
     if args.run is page:
         page(args)
         return None
+    *others, args.address = args.address or [None]
+    if others:
+        raise InvalidRequest("--address: several daemons (got a second one). Give it once.")
     if "prepare" in args:
         args.prepare(args)
     target = _target(args)
@@ -117,7 +118,7 @@ def _target(args: argparse.Namespace) -> Target:
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     about = "unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent"
-    common.add_argument("--address", action=OneAddress, help=about)
+    common.add_argument("--address", action="append", help=about)
     about = "also trust the daemon of this user (GYRE_DAEMON_USER)"
     common.add_argument("--daemon-user", metavar="USER", help=about)
     common.add_argument("--json", action="store_true", help="print one JSON document")

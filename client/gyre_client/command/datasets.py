@@ -151,7 +151,7 @@ def cat(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         for each in found
     ]
     parts = [part for each in found for part in sample_text(each, f"sample {each.sample_id}")]
-    return CommandOutput(samples, "\n".join(each for each in parts if isinstance(each, str))[1:])
+    return CommandOutput(samples, f"sample {found[0].sample_id}", more=parts[1:])
 
 
 def _plain(value: Value) -> dict[str, Any]:

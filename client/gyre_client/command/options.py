@@ -22,22 +22,6 @@ from gyre_client.transport.connection import Connection
 _MAX_INTERVAL_S = 3600
 
 
-class OneAddress(argparse.Action):
-    """Keeps the value as `address`, and refuses a second one."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        """See `argparse.Action`."""
-        if namespace.address is not None:
-            parser.error("--address: several daemons (got a second one). Give it once.")
-        namespace.address = values
-
-
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds DATASET, --format, --option and --pack."""
     dataset = parser.add_argument("dataset", metavar="DATASET", help="a name, a path or a URI")

@@ -135,24 +135,17 @@ class CommandOutput(NamedTuple):
     more: Sequence[str | Picture] = ()
 
 
-def emit(text: str) -> None:
-    """Prints the text of a command, in colours on a terminal; nothing in it moves the cursor.
+def emit(*parts: str | Picture) -> None:
+    """Prints text, in colours on a terminal, and pictures on one that shows them.
+
+    Nothing in the text moves the cursor.
 
     Raises:
         OSError: The output cannot be written; see `program.run_program`.
     """
-    print(painted(printable(text, kept="\n"), sys.stdout), flush=True)
-
-
-def emit_more(parts: Sequence[str | Picture]) -> None:
-    """Prints further text as `emit` does, and pictures on a terminal that shows them.
-
-    Raises:
-        OSError: The output cannot be written.
-    """
     for part in parts:
         if isinstance(part, str):
-            emit(part)
+            print(painted(printable(part, kept="\n"), sys.stdout), flush=True)
         elif shows_colours(sys.stdout):
             print(part.drawn(), flush=True)
 
