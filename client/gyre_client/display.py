@@ -4,8 +4,6 @@ Samples come in one batch over gRPC, which needs no torch.
 """
 
 import base64
-import itertools
-import math
 import sys
 import threading
 from collections import Counter
@@ -210,12 +208,13 @@ class Value(NamedTuple):
     Attributes:
         dtype: The dtype of its tensor.
         shape: The shape of its tensor.
-        data: The bytes of a ragged field of uint8; else the number, or (nested) lists of numbers.
+        data: The bytes of a ragged field of uint8; else its numbers, where bfloat16 is float32 and
+            a complex number is two.
     """
 
     dtype: str
     shape: Sequence[int]
-    data: Any
+    data: "bytes | npt.NDArray[Any]"
 
 
 class Sample(NamedTuple):
@@ -375,20 +374,15 @@ def _payload(connection: Connection, session_id: str, num_bytes: int) -> bytes:
 def _value(arrays: Mapping[str, "npt.NDArray[Any]"], field: pb.Field, row: int) -> Value:
     """Returns a field of one of the samples of a batch."""
     array, offsets = arrays[field.name], arrays.get(f"{field.name}{OFFSETS_SUFFIX}")
-    value = array[row] if offsets is None else array[offsets[row] : offsets[row + 1]]
+    value = array[row, ...] if offsets is None else array[offsets[row] : offsets[row + 1]]
     shape = list(value.shape)
     if field.ragged and field.dtype == "uint8":
         return Value(field.dtype, shape, value.tobytes())
-    return Value(field.dtype, shape, _listed(value, field.dtype))
-
-
-def _listed(value: "npt.NDArray[Any]", dtype: str) -> Any:
-    """Returns an array as (nested) lists of numbers; a complex number is two."""
-    if dtype == BFLOAT16:  # the upper half of a float32
-        value = (value.astype("uint32") << 16).view("float32")
-    if dtype.startswith("complex"):
+    if field.dtype == BFLOAT16:  # the upper half of a float32
+        value = (value[..., None].astype("uint32") << 16).view("float32")[..., 0]
+    if field.dtype.startswith("complex"):
         value = value[..., None].view(value.real.dtype)
-    return value.tolist()
+    return Value(field.dtype, shape, value)
 
 
 LOSS_MASK = "loss_mask"
@@ -434,7 +428,10 @@ def token_ids(name: str, value: Value) -> list[int] | None:
     """Returns the numbers of a field that may be token ids: whole ones in one dim."""
     if name in _NO_IDS or "int" not in value.dtype or len(value.shape) != 1:
         return None
-    return list(value.data[:_MAX_TOKENS]) if len(value.data) > 1 else None
+    ids = value.data[:_MAX_TOKENS]
+    if len(ids) < 2:
+        return None
+    return [*ids] if isinstance(ids, bytes) else ids.tolist()
 
 
 def contributions(located: pb.LocateStepResponse) -> Counter[str]:
@@ -473,26 +470,23 @@ def words_of(value: Value) -> str:
     return _numbers(value.data)
 
 
-def _numbers(data: Any) -> str:
+def _numbers(data: "npt.NDArray[Any]") -> str:
     """Returns a number, or the first of several with their range and mean."""
-    if not isinstance(data, list):
-        return _number(data)
-    flat = list(_flat(data))
-    first = ", ".join(map(_number, flat[:_MAX_NUMBERS]))
+    import numpy as np  # noqa: PLC0415  # most commands do without it
+
+    if not data.ndim:
+        return _number(data.item())
+    flat = data.reshape(-1)
+    first = ", ".join(map(_number, flat[:_MAX_NUMBERS].tolist()))
     if len(flat) <= _MAX_NUMBERS:
         return f"[{first}]"
-    known = [each for each in flat if isinstance(each, bool | int | float) and math.isfinite(each)]
-    if not known:
+    known = flat[np.isfinite(flat)]
+    if not len(known):
         return f"[{first}, ...]"
-    mean = math.fsum(known) / len(known)
-    return f"[{first}, ...], {_number(min(known))} to {_number(max(known))}, mean {mean:.6g}"
-
-
-def _flat(data: Any) -> Iterator[Any]:
-    """Yields the numbers of nested lists."""
-    if isinstance(data, list):
-        return itertools.chain.from_iterable(map(_flat, data))
-    return iter((data,))
+    with np.errstate(all="ignore"):
+        mean = known.mean(dtype=np.float64)
+    least, greatest = _number(known.min().item()), _number(known.max().item())
+    return f"[{first}, ...], {least} to {greatest}, mean {mean:.6g}"
 
 
 def _number(value: Any) -> str:

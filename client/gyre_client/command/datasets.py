@@ -155,7 +155,7 @@ def cat(connection: Connection, args: argparse.Namespace) -> CommandOutput:
 
 
 def _plain(value: Value) -> dict[str, Any]:
-    data = decoded(value.data) if isinstance(value.data, bytes) else value.data
+    data = decoded(value.data) if isinstance(value.data, bytes) else value.data.tolist()
     return {"dtype": value.dtype, "shape": list(value.shape), "value": data}
 
 

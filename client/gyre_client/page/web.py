@@ -24,13 +24,13 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import chain, groupby
-from math import isfinite
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import uvicorn
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
@@ -268,6 +268,8 @@ def _places(located: pb.LocateStepResponse) -> Iterator[dict[str, Any]]:
 
 def _fields(sample: Sample, decode: Decode | None, media: MediaBudget) -> Iterator[dict[str, Any]]:
     mask = sample.values.get(LOSS_MASK)
+    if mask and len(mask.shape) != 1:
+        mask = None
     is_marked = mask is not None and any(
         token_ids(name, value) and len(value.data) <= len(mask.data)
         for name, value in sample.values.items()
@@ -320,32 +322,28 @@ def _picture(value: Value) -> bytes | None:
     So is a spectrum over time, float [H, W]. Numbers other than bytes are stretched from their
     least to their greatest.
     """
-    shape, data = list(value.shape), value.data
-    if len(shape) == 2 and "float" in value.dtype:
-        shape, data = [1, *shape], [data]
-    if len(shape) != 3 or isinstance(data, bytes):
+    pixels = value.data
+    if isinstance(pixels, bytes):
         return None
-    is_last = shape[2] in (1, 3)
-    if not is_last and shape[0] not in (1, 3):
+    if pixels.ndim == 2 and "float" in value.dtype:
+        pixels = pixels[None]
+    if pixels.ndim != 3 or not {pixels.shape[0], pixels.shape[2]} & {1, 3}:
         return None
-    height, width, num = shape if is_last else (*shape[1:], shape[0])
+    if pixels.shape[2] not in (1, 3):
+        pixels = pixels.transpose(1, 2, 0)
+    height, width, num = pixels.shape
     if min(height, width) < 8 or height * width > _MAX_PIXELS:
         return None
-    if is_last:
-        rows = [list(chain.from_iterable(row)) for row in data]
-    else:
-        rows = [
-            list(chain.from_iterable(zip(*(plane[row] for plane in data), strict=True)))
-            for row in range(height)
-        ]
     if value.dtype != "uint8":
-        known = [each for row in rows for each in row if isfinite(each)]
-        least, greatest = min(known, default=0), max(known, default=0)
-        scale = 255 / (greatest - least) if greatest > least else 0
-        rows = [
-            [round((each - least) * scale) if isfinite(each) else 0 for each in row] for row in rows
-        ]
-    return _png(width, height, num, [bytes(row) for row in rows])
+        is_known = np.isfinite(pixels)
+        known = pixels[is_known].astype(np.float64)
+        least, greatest = known.min(initial=np.inf), known.max(initial=-np.inf)
+        pixels = np.zeros(pixels.shape)
+        if greatest > least:
+            with np.errstate(all="ignore"):
+                stretched = np.rint((known - least) * (255 / (greatest - least)))
+            pixels[is_known] = np.nan_to_num(stretched).clip(0, 255)
+    return _png(width, height, num, [row.tobytes() for row in pixels.astype(np.uint8)])
 
 
 def _png(width: int, height: int, num_channels: int, rows: Sequence[bytes]) -> bytes:

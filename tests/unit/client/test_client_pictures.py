@@ -91,7 +91,14 @@ def test_values_in_words() -> None:
     assert words_of(Value("uint8", [400], b"x" * 400)) == "x" * 300 + " ..."
     assert words_of(Value("uint8", [4], b"\xff\x00\x01\x02")) == "bytes ff 00 01 02, 4 B"
     assert words_of(Value("uint8", [2000], b"\xff\xd8\xff" + bytes(1997))) == "image/jpeg, 2.0 KiB"
-    assert words_of(Value("int64", [], 7)) == "7"
-    assert words_of(Value("float32", [2, 2], [[1.0, 2.0], [3.0, 4.5]])) == "[1, 2, 3, 4.5]"
-    many = words_of(Value("int64", [100], list(range(100))))
+    assert words_of(Value("int64", [], np.array(7))) == "7"
+    pairs = np.array([[1.0, 2.0], [3.0, 4.5]], np.float32)
+    assert words_of(Value("float32", [2, 2], pairs)) == "[1, 2, 3, 4.5]"
+    many = words_of(Value("int64", [100], np.arange(100)))
     assert many == "[0, 1, 2, 3, 4, 5, 6, 7, ...], 0 to 99, mean 49.5"
+    odd = np.array([np.nan, np.inf, *[2.0] * 8])
+    assert words_of(Value("float64", [10], odd)).endswith("2 to 2, mean 2")
+    flags = np.array([True, False] * 5)
+    assert words_of(Value("bool", [10], flags)).endswith("False to True, mean 0.5")
+    assert words_of(Value("float64", [9], np.full(9, np.nan))).endswith("nan, ...]")
+    assert words_of(Value("float64", [9], np.full(9, 1e308))).endswith("mean inf")

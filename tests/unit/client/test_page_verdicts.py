@@ -1,11 +1,14 @@
 """What the page says of jobs, losses, orders and latencies. No process."""
 
+import base64
+import io
 import json
 import math
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gyre_client.display import MediaBudget, Sample, Value, decoder
 from gyre_client.errors import InvalidRequest
@@ -13,6 +16,7 @@ from gyre_client.page.training_run import Curve, TrainingRun
 from gyre_client.page.watch import OWN_JOBS, LatencyMap, jobs_of, users_of
 from gyre_client.page.web import _fields, cost_request, evenness
 from gyre_protos.v1 import loader_pb2 as pb
+from PIL import Image
 
 
 def session(
@@ -166,7 +170,7 @@ def fields_of(values: dict[str, Value], tokenizer: str | None = None) -> dict[st
 
 
 def test_tokens_are_marked_where_they_count_for_the_loss() -> None:
-    tokens, mask = [104, 105, 33, 200, 10], [False, True, True, False, False]
+    tokens, mask = np.array([104, 105, 33, 200, 10]), np.array([0, 1, 1, 0, 0], bool)
     values = {"tokens": Value("int32", [5], tokens), "loss_mask": Value("bool", [5], mask)}
     found = fields_of(values, "bytes")
     assert list(found) == ["tokens"]
@@ -176,21 +180,36 @@ def test_tokens_are_marked_where_they_count_for_the_loss() -> None:
         ("\ufffd\n", False),
     ]
     assert found["tokens"]["num_counted"] == 2
-    (span,) = fields_of({"tokens": Value("int32", [2], [5, 6])})["tokens"]["spans"]
+    (span,) = fields_of({"tokens": Value("int32", [2], np.array([5, 6]))})["tokens"]["spans"]
     assert span == {"text": "5 6", "counted": None}
+    for shape in ([], [5, 1]):  # no mask of the tokens
+        values["loss_mask"] = Value("bool", shape, np.ones(shape, bool))
+        found = fields_of(values)
+        assert found["tokens"]["num_counted"] is None
+        assert found["loss_mask"]["kind"] == "words"
+
+
+def test_bytes_are_marked_as_tokens_where_no_tokenizer_is_given() -> None:
+    mask = Value("uint8", [2], b"\x00\x01")
+    found = fields_of({"text": Value("uint8", [2], b"hi"), "loss_mask": mask})
+    assert [each["text"] for each in found["text"]["spans"]] == ["104", "105"]
 
 
 def test_tensors_that_look_like_images_are_images() -> None:
-    flat = [[[x, y, 0] for x in range(10)] for y in range(12)]
-    planes = [[[x / 10 for x in range(10)] for _ in range(12)] for _ in range(3)]
+    flat = np.array([[[x, y, 0] for x in range(10)] for y in range(12)], np.uint8)
+    planes = np.array([[[x / 10 for x in range(10)] for _ in range(12)] for _ in range(3)])
     found = fields_of(
         {
             "last": Value("uint8", [12, 10, 3], flat),
             "first": Value("float32", [3, 12, 10], planes),
-            "mel": Value("float32", [16, 9], [[1.0 * x for x in range(9)]] * 16),
+            "mel": Value("float32", [16, 9], np.ones((16, 1)) * np.arange(9)),
             "jpg": Value("uint8", [4], b"\xff\xd8\xff\xe0"),
             "text": Value("uint8", [9], b"<b>hi</b>"),
-            "wide": Value("float32", [3, 4, 4], [[[0.0] * 4] * 4] * 3),
+            "wide": Value("float32", [3, 4, 4], np.zeros((3, 4, 4))),
+            "constant": Value("float32", [8, 8, 1], np.full((8, 8, 1), np.nan)),
+            "extreme": Value(
+                "float64", [8, 8, 1], np.array([1.7e308, -1.7e308] * 32).reshape(8, 8, 1)
+            ),
             "huge": Value("uint8", [9 << 20], b"\x89PNG\r\n\x1a\n" + bytes(9 << 20)),
         }
     )
@@ -202,6 +221,16 @@ def test_tensors_that_look_like_images_are_images() -> None:
         "jpg": "image",
         "text": "text",
         "wide": "words",
+        "constant": "image",
+        "extreme": "image",
         "huge": "words",
     }
     assert found["last"]["source"].startswith("data:image/png;base64,iVBOR")
+    assert (pixels_of(found["last"]) == flat).all()
+    first = (planes.transpose(1, 2, 0) * 255 / 0.9).round()
+    assert (pixels_of(found["first"]) == first).all()
+    assert not pixels_of(found["constant"]).any()
+
+
+def pixels_of(field: dict[str, Any]) -> Any:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(field["source"].split(",")[1]))))
