@@ -76,7 +76,6 @@ _HOSTS = frozenset(("127.0.0.1", "localhost", "[::1]"))
 # Calls of the daemon at a time, and requests that wait for them: a page that asks for more shows
 # what it has. One browser needs two, for a slow call and a fast one.
 _MAX_CALLS, _MAX_WAITING = 2, 8
-_MAX_LISTENERS = 16
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; media-src data:; base-uri 'none'; form-action 'none'; "
@@ -508,7 +507,7 @@ class _Answers:
     def __init__(self, watch: Watch, decode: Decode | None) -> None:
         self._watch, self._decode = watch, decode
         self._turns = asyncio.Semaphore(_MAX_CALLS)
-        self._num_waiting = self._num_listeners = 0
+        self._num_waiting = 0
 
     async def index(self, request: Request) -> Response:
         """The page itself."""
@@ -516,17 +515,8 @@ class _Answers:
 
     async def events(self, request: Request) -> Response:
         """Everything that changes, once a second."""
-        if self._num_listeners >= _MAX_LISTENERS:
-            return JSONResponse({"error": "too many windows show this page; close some"}, 429)
-        return StreamingResponse(self._events(), media_type="text/event-stream")
-
-    async def _events(self) -> AsyncIterator[str]:
-        self._num_listeners += 1
-        try:
-            async for text in self._watch.texts():
-                yield f"data: {text}\n\n"
-        finally:
-            self._num_listeners -= 1
+        events = (f"data: {text}\n\n" async for text in self._watch.texts())
+        return StreamingResponse(events, media_type="text/event-stream")
 
     def result_of(self, work: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
         """Returns an endpoint with the result as JSON, or the error in words; a few at a time."""
