@@ -277,8 +277,8 @@ _QUIT = b"qQ"
 class LiveTerminal:
     """The terminal that `live_terminal` yields."""
 
-    def __init__(self, output: IO[str], keys: int | None) -> None:
-        """Draws on `output`, and reads keys from the descriptor `keys` if there is one."""
+    def __init__(self, output: IO[str], keys: int) -> None:
+        """Draws on `output`, and reads keys from the descriptor `keys`."""
         self._output = output
         self._keys = keys
 
@@ -295,9 +295,6 @@ class LiveTerminal:
 
     def pause(self, seconds: float) -> bool:
         """Waits; returns False as soon as the user presses q or closes the input."""
-        if self._keys is None:
-            time.sleep(seconds)
-            return True
         deadline_s = time.monotonic() + seconds
         while (left_s := deadline_s - time.monotonic()) > 0:
             ready, _, _ = select.select([self._keys], [], [], left_s)
@@ -310,26 +307,24 @@ class LiveTerminal:
 
 @contextlib.contextmanager
 def live_terminal(output: IO[str]) -> Iterator[LiveTerminal]:
-    """Yields the terminal that `output` is; keys come from standard input if it is one too.
+    """Yields the terminal that `output` and standard input are.
 
     Afterwards the terminal is as before, also after an exception, Ctrl-C and SIGTERM. Ctrl-Z does
     nothing meanwhile.
     """
-    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
-    before = None if keys is None else termios.tcgetattr(keys)
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
     previous_handler = signal.signal(signal.SIGTERM, _exit)
     try:
         output.write(_ENTER)
         output.flush()
-        if keys is not None:
-            tty.setcbreak(keys, termios.TCSADRAIN)
-            attributes: list[Any] = termios.tcgetattr(keys)
-            attributes[6][termios.VSUSP] = _NO_CHARACTER
-            termios.tcsetattr(keys, termios.TCSADRAIN, attributes)
+        tty.setcbreak(keys, termios.TCSADRAIN)
+        attributes: list[Any] = termios.tcgetattr(keys)
+        attributes[6][termios.VSUSP] = _NO_CHARACTER
+        termios.tcsetattr(keys, termios.TCSADRAIN, attributes)
         yield LiveTerminal(output, keys)
     finally:
-        if keys is not None and before is not None:
-            termios.tcsetattr(keys, termios.TCSADRAIN, before)
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
         output.write(_LEAVE)
         output.flush()
         signal.signal(signal.SIGTERM, previous_handler)

@@ -296,7 +296,7 @@ _TIMEOUT_S = 2.0  # of one call; a screen that hangs for longer looks dead
 
 
 def top(connection: Connection, args: argparse.Namespace) -> None:
-    """Prints one look per interval: in place on a terminal, else one after the other.
+    """Prints one look per interval: in place on a terminal with keys, else one after the other.
 
     With --json each look is one document per line; with --once there is only one.
 
@@ -305,7 +305,7 @@ def top(connection: Connection, args: argparse.Namespace) -> None:
     """
     if not args.interval:
         raise InvalidRequest("--interval is 0; a look takes some time")
-    if args.once or args.json or not sys.stdout.isatty():
+    if args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         _print(connection, args)
     else:
         _show(connection, args.interval)
