@@ -28,7 +28,14 @@ import numpy.typing as npt
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client import __version__
-from gyre_client.command.units import Daemons, UnitFolder, opened, run_units, write_whole
+from gyre_client.command.units import (
+    Daemons,
+    UnitFolder,
+    opened,
+    run_units,
+    unfinished_folder,
+    write_whole,
+)
 from gyre_client.display import arrays_of
 from gyre_client.errors import DaemonFault, InvalidRequest, NotInstalled
 from gyre_client.transport.answers import (
@@ -621,12 +628,6 @@ def _finished(folder: UnitFolder, num_parts: int, kind: str, target: Path) -> di
     sums = {key: sum(each[key] for each in results.values()) for key in ("samples", "elements")}
     paths = [path for path in target.rglob("*") if path.is_file()]
     return {**sums, "files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
-
-
-def unfinished_folder(target: Path) -> Path:
-    """Returns where the parts of a conversion are until all are there."""
-    absolute = target.absolute()
-    return absolute.with_name(f".{absolute.name}.unfinished")
 
 
 def chosen(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:

@@ -41,7 +41,13 @@ from gyre_client.command.output import (
     table,
     thumbnail,
 )
-from gyre_client.command.units import LOCAL, findings_of, merged_findings
+from gyre_client.command.units import (
+    INDEX_DIR,
+    LOCAL,
+    findings_of,
+    merged_findings,
+    unfinished_folder,
+)
 from gyre_client.display import (
     Decode,
     ProgressBar,
@@ -460,8 +466,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _share_index(args: argparse.Namespace) -> None:
     """Lets the daemons of all nodes, and the one here, share the index of the dataset."""
-    units = importlib.import_module("gyre_client.command.conversion")
-    os.environ.setdefault("GYRE_INDEX_DIR", str(units.unfinished_folder(args.target) / "index"))
+    os.environ.setdefault(INDEX_DIR, str(unfinished_folder(args.target) / "index"))
 
 
 def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -469,13 +474,11 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
 
     Raises:
         InvalidRequest: The folder exists, or the format cannot hold the fields.
-        NotInstalled: numpy or the format's writer is missing.
+        NotInstalled: The format's writer is missing.
     """
-    try:
-        # numpy takes a while to import, and few commands need it
-        conversion = importlib.import_module("gyre_client.command.conversion")
-    except ModuleNotFoundError as error:
-        raise NotInstalled.needs("gyre convert", error.name, "client") from error
+    # Imported late: numpy takes a while to import, and few commands need it.
+    from gyre_client.command import conversion  # noqa: PLC0415
+
     kind = args.to or args.target.name
     if kind not in FORMATS:
         raise InvalidRequest(f"--to: no format is given. Write one of {', '.join(FORMATS)}.")

@@ -166,6 +166,12 @@ class UnitFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def unfinished_folder(target: Path) -> Path:
+    """Returns where the parts of a folder are until all of them are there."""
+    absolute = target.absolute()
+    return absolute.with_name(f".{absolute.name}.unfinished")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that appears whole, on the disk, or not at all."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
