@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
@@ -37,8 +37,7 @@ _MAX_SPIKES, _SAME_SPIKE_STEPS = 20, 4
 _STALE_S = 120.0  # without a new status file a run looks dead, or its steps are that long
 
 
-@dataclass(frozen=True, slots=True)
-class Spike:
+class Spike(NamedTuple):
     """A step whose loss is far above those before it.
 
     `loss` is None if it was no finite number; `usual` is the median of those before it.
@@ -109,9 +108,7 @@ class Curve:
         return {
             "step": [steps[each] for each in kept],
             "loss": [_finite(losses[each]) for each in kept],
-            "spikes": [
-                {"step": each.step, "loss": each.loss, "usual": each.usual} for each in self.spikes
-            ],
+            "spikes": [each._asdict() for each in self.spikes],
         }
 
 
@@ -209,8 +206,7 @@ class TrainingRun:
         except InvalidRequest:
             if not status.get("cursor") or not status.get("dataset"):
                 raise
-            ref = dataset_ref(status["dataset"], status.get("format") or None)
-            return pb.LocateStepRequest(dataset=ref, cursor=status["cursor"], batch=step)
+            files = RunFiles(status["cursor"], status["dataset"], status["format"])
         options = files.options_to_take(self.path, ())
         ref = dataset_ref(files.dataset, files.format or None, options or None)
         return pb.LocateStepRequest(dataset=ref, cursor=files.cursor, batch=step)
