@@ -31,7 +31,7 @@ from gyre_client import __version__
 from gyre_client.command.units import (
     Daemons,
     UnitFolder,
-    opened,
+    ray_driver,
     run_units,
     unfinished_folder,
     write_whole,
@@ -506,7 +506,7 @@ class OutputFile:
         description, transforms, batches = read_range(connection, request)
         if (description.fingerprint, transforms) != (self.fingerprint, self.transforms):
             raise InvalidRequest("the dataset has changed while it was being converted; try again")
-        columns = chosen(columns_of(description), conversion.names)
+        columns = select_columns(columns_of(description), conversion.names)
         unfinished = self.folder / f"unfinished-{secrets.token_hex(6)}"
         writer = WRITERS[conversion.kind](unfinished, self.number, columns, conversion.dtype)
         num_samples = num_elements = 0
@@ -563,7 +563,7 @@ def convert_dataset(
         NotInstalled: The format's writer is missing.
     """
     description, transforms, _ = read_range(connection, conversion.request(0, 0))
-    columns = chosen(columns_of(description), conversion.names)
+    columns = select_columns(columns_of(description), conversion.names)
     WRITERS[conversion.kind](target, 0, columns, conversion.dtype)  # refuses columns; makes nothing
     if target.exists() or target.is_symlink():
         raise InvalidRequest(f"{target} exists already; name a folder that does not")
@@ -602,7 +602,7 @@ def convert_dataset(
             elapsed_s = max(time.monotonic() - began_s, 1e-9)
             show(num_done, num_samples, num_elements / elapsed_s)
 
-        with opened(engine) as driver:
+        with ray_driver(engine) as driver:
             run_units(parts, folder, driver, connection, daemons, advance)
         return _finished(folder, len(parts), conversion.kind, target)
 
@@ -630,7 +630,7 @@ def _finished(folder: UnitFolder, num_parts: int, kind: str, target: Path) -> di
     return {**sums, "files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
 
 
-def chosen(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
+def select_columns(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
     """Returns the columns of these names; all if there are none.
 
     Raises:

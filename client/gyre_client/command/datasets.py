@@ -33,8 +33,8 @@ from gyre_client.command.options import (
 from gyre_client.command.output import (
     CommandOutput,
     Picture,
-    as_text,
     facts,
+    histogram_text,
     page_width,
     shows_colours,
     stacked,
@@ -98,7 +98,7 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     heads, rows = fields_of(description.fields)
     text = f"{facts(pairs)}\n\n{table(heads, rows)}"
     more: list[str | Picture] = [
-        f"\n{as_text(each, page_width())}" for each in description.lengths[:_MAX_HISTOGRAMS]
+        f"\n{histogram_text(each, page_width())}" for each in description.lengths[:_MAX_HISTOGRAMS]
     ]
     if (num_more := len(description.lengths) - _MAX_HISTOGRAMS) > 0:
         more.append(f"\nlengths of {num_more:,} more fields: --json has them")
@@ -235,7 +235,7 @@ def measure(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "num_reused": indexed.measured.num_reused if indexed.measured else 0,
         "lengths": {each.field: plain(each) for each in lengths},
     }
-    text = "\n\n".join(as_text(each, page_width()) for each in lengths)
+    text = "\n\n".join(histogram_text(each, page_width()) for each in lengths)
     return CommandOutput(value, text or "no field differs in length")
 
 

@@ -339,7 +339,7 @@ _FULL = "\u2588"
 _MAX_CELLS = 40
 
 
-def as_text(histogram: pb.LengthHistogram, num_columns: int) -> str:
+def histogram_text(histogram: pb.LengthHistogram, num_columns: int) -> str:
     """Returns a bar for each bin, no wider than a terminal."""
     labels = [
         f"{first:,}" if first + 1 >= behind else f"{first:,} to {behind - 1:,}"

@@ -265,7 +265,7 @@ def _keep(path: Path, number: int, result: Result) -> None:
 
 
 @contextlib.contextmanager
-def opened(engine: str) -> Iterator[Pipe | None]:
+def ray_driver(engine: str) -> Iterator[Pipe | None]:
     """A pipe to the process of Ray's driver; None for `local`, threads of this process.
 
     A Ray of this machine ends with the context.
@@ -505,7 +505,7 @@ def run_on_shards(
     counted = next(connection.index(dataset, shards=pb.ShardRange()), pb.IndexProgress())
     num_shards, step = counted.num_shards, -(-counted.num_shards // _MAX_UNITS)
     results: Mapping[int, Any] = {}
-    with opened(engine) as driver:
+    with ray_driver(engine) as driver:
         for work in works:
             units = [
                 ShardUnit(number, first, min(first + step, num_shards), work, dataset, transforms)

@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from gyre_client.command.output import as_text, thumbnail
+from gyre_client.command.output import histogram_text, thumbnail
 from gyre_client.display import Value, media_type, words_of
 from gyre_daemon.datasets.codecs import length_histograms
 from gyre_daemon.datasets.formats import FieldSpec
@@ -80,7 +80,7 @@ def test_a_histogram_counts_every_sample_once(sizes: list[int], num_columns: int
         mean=found.mean,
         num_samples=found.num_samples,
     )
-    lines = as_text(message, num_columns).split("\n")
+    lines = histogram_text(message, num_columns).split("\n")
     assert len(lines) == len(found.counts) + 1 <= 21 + 1
     assert max(map(len, lines)) <= num_columns
     assert all(line.isprintable() for line in lines)
