@@ -206,7 +206,7 @@ class TrainingRun:
         except InvalidRequest:
             if not status.get("cursor") or not status.get("dataset"):
                 raise
-            files = RunFiles(status["cursor"], status["dataset"], status["format"])
+            files = RunFiles(status["cursor"], status["dataset"], status.get("format") or "")
         options = files.options_to_take(self.path, ())
         ref = dataset_ref(files.dataset, files.format or None, options or None)
         return pb.LocateStepRequest(dataset=ref, cursor=files.cursor, batch=step)
