@@ -163,7 +163,7 @@ class Root(Struct, frozen=True):
 
 
 class SharedRoot:
-    """A root that is opened once for all who hold it at a time. Safe for several threads."""
+    """A root that is opened once for all in its context at a time. Safe for several threads."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -171,20 +171,20 @@ class SharedRoot:
         self._num_holders = 0
         self._opened = contextlib.ExitStack()
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[OpenBeneath]:
-        """See `Root.held`; the last who holds it closes the folder."""
+    def __enter__(self) -> OpenBeneath:
+        """See `Root.held`."""
         with self._lock:
             if not self._num_holders:
                 self._open_beneath = self._opened.enter_context(self._root.held())
             self._num_holders += 1
-        try:
-            yield self._open_beneath
-        finally:
-            with self._lock:
-                self._num_holders -= 1
-                if not self._num_holders:
-                    self._opened.close()
+            return self._open_beneath
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the folder, if nobody else holds it."""
+        with self._lock:
+            self._num_holders -= 1
+            if not self._num_holders:
+                self._opened.close()
 
 
 class LocalFile(Struct, frozen=True):

@@ -6,7 +6,7 @@ import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -158,11 +158,24 @@ class Source(Protocol):
 
 
 class ByteRange(NamedTuple):
-    """The bytes `[start, stop)` of a shard."""
+    """The bytes `[start, stop)` of shard `number`; a file of millions is described when asked for.
 
-    shard: Shard
+    Attributes:
+        shards: of the dataset, as listed.
+        number: of the shard.
+        start: the first byte.
+        stop: the byte after the last.
+    """
+
+    shards: Sequence[Shard]
+    number: int
     start: int
     stop: int
+
+    @property
+    def shard(self) -> Shard:
+        """The shard."""
+        return self.shards[self.number]
 
 
 class Verdict(Enum):
@@ -375,6 +388,8 @@ def _last_failure(last: Response | None) -> str:
 
 def _is_changed(wanted: ByteRange, response: Response) -> bool:
     """Whether the object's size or a validator differs from the listing."""
+    if response.object_bytes < 0 and not response.told:
+        return False
     if response.object_bytes not in (-1, wanted.shard.size_bytes):
         return True
     return is_same(wanted.shard.validators, response.told) is False

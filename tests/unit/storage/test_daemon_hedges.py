@@ -16,7 +16,7 @@ from gyre_daemon.storage.shard import Shard
 
 def request(flow: Flow = NO_JOB, urgency: int = 0) -> RangeRequest:
     """Of 2 KiB."""
-    wanted = ByteRange(Shard("0.bin", 4096, ""), 0, 2048)
+    wanted = ByteRange([Shard("0.bin", 4096, "")], 0, 0, 2048)
     return RangeRequest(CredentialRefresh(Mock()), "0.bin", wanted, flow, urgency, 0.0)
 
 

@@ -22,8 +22,8 @@ from gyre_daemon.storage.response import (
 from gyre_daemon.storage.shard import Shard, Validators
 
 SHARD = Shard("a/0.tar", 1000, '"v1"', validators=Validators('"v1"'))
-WANTED = ByteRange(SHARD, 100, 150)
-WHOLE = ByteRange(SHARD, 0, 1000)
+WANTED = ByteRange([SHARD], 0, 100, 150)
+WHOLE = ByteRange([SHARD], 0, 0, 1000)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_body_that_stays_too_short_is_a_truncated_shard_unless_its_size_is_rig
 
 def test_a_time_is_compared_with_times_alone() -> None:
     listed = Validators(modified="2026-01-01 00:00:00+00:00")
-    wanted = ByteRange(Shard("a", 1000, listed.text, validators=listed), 100, 150)
+    wanted = ByteRange([Shard("a", 1000, listed.text, validators=listed)], 0, 100, 150)
     told = Response(206, bytes(50), Validators('"v2"'))
     assert classify(wanted, told, 1) is Verdict.OK
     told.told = Validators('"v2"', modified="Thu, 01 Jan 2026 00:00:00 GMT")

@@ -505,7 +505,7 @@ class RemoteStorage(Storage):
                 reads.delays.num_joined += 1
             return
         shard, start, stop = key
-        path, wanted = self._paths[shard], ByteRange(self.shards[shard], start, stop)
+        path, wanted = self._paths[shard], ByteRange(self.shards, shard, start, stop)
         request = RangeRequest(
             self._credentials, path, wanted, reads.flow, reads.urgency, pending.asked_at
         )

@@ -655,7 +655,7 @@ class SingleFiles(FileStorage):
         table = self._table
         stamp = [int(table.sizes[shard]), *self._stamps[shard].tolist()]
         try:
-            with self._shared_root.held() as open_beneath:
+            with self._shared_root as open_beneath:
                 descriptor = open_beneath(table.names[shard], READ_FLAGS)
                 try:
                     data = _pread(descriptor, self._latency, start, stop)
