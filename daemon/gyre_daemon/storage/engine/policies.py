@@ -37,7 +37,7 @@ throughout is not asked for everything twice, and prefers the batch that a job n
 """
 
 import statistics
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -463,8 +463,7 @@ class Hedges:
     """Lateness by size, the budget, and the newest attempt of each read in flight."""
 
     def __init__(self) -> None:
-        self._latencies: dict[int, _Latencies] = {}  # by size class
-        self._in_flight: dict[int, OrderedDict[Attempt, None]] = {}  # likewise, the oldest first
+        self._by_size: defaultdict[int, _OfSize] = defaultdict(_OfSize)
         self._tokens = _HEDGE_RESERVE
 
     def begin(self, attempt: Attempt) -> None:
@@ -472,24 +471,21 @@ class Hedges:
         request = attempt.request
         if request.num_hedges >= _MAX_HEDGES:
             return
-        size = size_class(request.num_bytes)
         if not request.num_hedges:
             self.earn()
-        self._in_flight.setdefault(size, OrderedDict())[attempt] = None
+        self._by_size[size_class(request.num_bytes)].in_flight[attempt] = None
 
     def end(self, attempt: Attempt) -> None:
         """An attempt is over, however it ended."""
-        size = size_class(attempt.request.num_bytes)
-        if attempts := self._in_flight.get(size):
-            attempts.pop(attempt, None)
+        self._by_size[size_class(attempt.request.num_bytes)].in_flight.pop(attempt, None)
 
     def record(self, num_bytes: int, duration_s: float) -> None:
         """A first attempt was answered, or was waited for this long until its hedge was."""
-        self._of(size_class(num_bytes)).add(duration_s)
+        self._by_size[size_class(num_bytes)].add(duration_s)
 
     def late_after_s(self, num_bytes: int) -> float | None:
         """After how long a response of this size is late; None while too little is known."""
-        return self._of(size_class(num_bytes)).quantile_s
+        return self._by_size[size_class(num_bytes)].late_s
 
     def earn(self) -> None:
         """A read was sent."""
@@ -516,18 +512,18 @@ class Hedges:
         """
         return [
             request
-            for size in self._in_flight
-            for request in self._take_late(size, now, needed_first)
+            for of_size in self._by_size.values()
+            for request in self._take_late(of_size, now, needed_first)
         ]
 
     def _take_late(
-        self, size: int, now: float, needed_first: Mapping[Flow, int]
+        self, of_size: "_OfSize", now: float, needed_first: Mapping[Flow, int]
     ) -> list[RangeRequest]:
-        late_s = self._of(size).quantile_s
+        late_s = of_size.late_s
         if late_s is None or self._tokens < 1:
             return []
         late = {}
-        for attempt in self._in_flight[size]:
+        for attempt in of_size.in_flight:
             waited_s, request = now - attempt.sent_at, attempt.request
             if waited_s < late_s:
                 break
@@ -537,23 +533,23 @@ class Hedges:
         taken = []
         for request in most_needed_first(late):
             if self.take(is_needed_first=_is_first(request, needed_first)):
-                del self._in_flight[size][late[request]]
+                del of_size.in_flight[late[request]]
                 request.num_hedges += 1
                 taken.append(request)
         return taken
 
-    def _of(self, size: int) -> "_Latencies":
-        latencies = self._latencies.get(size)
-        if latencies is None:
-            latencies = self._latencies[size] = _Latencies()
-        return latencies
 
+class _OfSize:
+    """The attempts of one size class: those in flight, and how long the last responses took.
 
-class _Latencies:
-    """How long the last responses of one size class took."""
+    Attributes:
+        in_flight: the oldest first.
+        late_s: after which one is late; None while too little is known.
+    """
 
     def __init__(self) -> None:
-        self.quantile_s: float | None = None
+        self.in_flight: OrderedDict[Attempt, None] = OrderedDict()
+        self.late_s: float | None = None
         self._durations_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._num_to_come = _MIN_KNOWN  # before the quantile is computed again
 
@@ -561,7 +557,7 @@ class _Latencies:
         self._durations_s.append(duration_s)
         self._num_to_come -= 1
         if self._num_to_come <= 0:
-            self.quantile_s = sorted(self._durations_s)[int(len(self._durations_s) * _QUANTILE)]
+            self.late_s = sorted(self._durations_s)[int(len(self._durations_s) * _QUANTILE)]
             self._num_to_come = _EVERY
 
 
