@@ -179,25 +179,6 @@ def test_a_late_hedge_is_hedged_once_more_and_not_again() -> None:
     play(scene)
 
 
-def test_requests_that_are_needed_first_are_hedged_sooner() -> None:
-    async def scene() -> None:
-        engine, loop = Engine(), asyncio.get_running_loop()
-        engine.source.at_once = lambda asked: loop.call_later(0.2, asked.answer)
-        await engine.read(*range(0, 512, 16))  # as few as tell what is late: none of them is hedged
-        engine.source.at_once = None
-        engine.source.asked.clear()
-        first, second = engine.read(2000, urgency=1), engine.read(1500, urgency=2)
-        await until(lambda: {asked.start for asked in engine.source.asked[2:]} == {2000, 1500})
-        assert [asked.start for asked in engine.source.asked[:3]] == [2000, 1500, 2000]
-        originals, repeated = engine.source.asked[:2], engine.source.asked[2:]
-        for asked in {asked.start: asked for asked in repeated}.values():  # one may be sent thrice
-            asked.answer()
-        await asyncio.gather(first, second)  # though nobody answers the originals
-        assert all(asked.is_cancelled for asked in originals)
-
-    play(scene)
-
-
 def test_nothing_is_hedged_while_the_storage_throttles() -> None:
     async def scene() -> None:
         engine, loop = Engine(), asyncio.get_running_loop()
@@ -309,8 +290,8 @@ def test_a_read_waits_for_admission_no_longer_than_nothing_is_answered() -> None
         began = loop.time()
 
         async def enter() -> None:
-            async with endpoint.admitted(Claims(JOB, 0), began):
-                pytest.fail("there is no room")
+            await endpoint.admit(Claims(JOB, 0), began)
+            pytest.fail("there is no room")
 
         waiting = asyncio.create_task(enter())
         await asyncio.sleep(0.03)

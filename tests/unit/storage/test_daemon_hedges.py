@@ -3,21 +3,16 @@
 import random
 from unittest.mock import Mock
 
-from gyre_daemon.runtime.threads import NO_JOB, Flow
-from gyre_daemon.storage.engine.policies import (
-    CredentialRefresh,
-    Hedges,
-    RangeRequest,
-    most_needed_first,
-)
+from gyre_daemon.runtime.threads import NO_JOB
+from gyre_daemon.storage.engine.policies import Attempt, CredentialRefresh, Hedges, RangeRequest
 from gyre_daemon.storage.response import ByteRange
 from gyre_daemon.storage.shard import Shard
 
 
-def request(flow: Flow = NO_JOB, urgency: int = 0) -> RangeRequest:
+def request() -> RangeRequest:
     """Of 2 KiB."""
     wanted = ByteRange([Shard("0.bin", 4096, "")], 0, 0, 2048)
-    return RangeRequest(CredentialRefresh(Mock()), "0.bin", wanted, flow, urgency, 0.0)
+    return RangeRequest(CredentialRefresh(Mock()), "0.bin", wanted, NO_JOB, 0, 0.0)
 
 
 def test_nothing_is_late_before_enough_is_known() -> None:
@@ -65,20 +60,13 @@ def test_one_request_in_twenty_is_hedged() -> None:
     assert 500 <= num_taken <= 516
 
 
-def test_half_of_the_reserve_is_kept_for_what_is_needed_first() -> None:
+def test_the_oldest_of_the_late_are_hedged_while_there_are_tokens() -> None:
     hedges = Hedges()
-    assert sum(hedges.take(is_needed_first=False) for _ in range(100)) == 8
-    assert sum(hedges.take() for _ in range(100)) == 8
-
-
-def test_hedges_go_first_to_what_each_job_needs_first() -> None:
-    mine, other = Flow("mine"), Flow("other")
-    late = [request(mine, step) for step in (7, 5, 9)]
-    late += [request(other, step) for step in (1002, 1001)]
-    assert [(each.flow.name, each.urgency) for each in most_needed_first(late)] == [
-        ("mine", 5),
-        ("other", 1001),
-        ("mine", 7),
-        ("other", 1002),
-        ("mine", 9),
-    ]
+    for _ in range(32):
+        hedges.record(2048, 0.5)
+    requests = [request() for _ in range(20)]
+    for number, each in enumerate(requests):
+        hedges.begin(Attempt(each, number / 100, 0, is_hedge=False))
+    assert hedges.take_late(0.6) == requests[:11]
+    assert hedges.take_late(2.0) == requests[11:16]
+    assert hedges.take_late(2.0) == []

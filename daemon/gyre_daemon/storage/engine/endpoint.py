@@ -21,7 +21,6 @@ change cannot be noticed, and the log says so once.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import functools
 import heapq
@@ -29,8 +28,7 @@ import itertools
 import logging
 import random
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -116,7 +114,6 @@ class Endpoint:
         self._live: dict[RangeRequest, None] = {}
         self._line = FairQueue(1)  # of reads that wait for admission
         self._room = asyncio.Event()
-        self._admitted: Counter[tuple[Flow, int]] = Counter()
         self._hedges = Hedges()
         self._refreshing: dict[CredentialRefresh, None] = {}
         self._to_retry: list[tuple[float, int, RangeRequest]] = []  # a heap by time
@@ -136,9 +133,8 @@ class Endpoint:
         if not self._is_down:  # otherwise the queue is resized when the pause is over
             self.queue.resize(self.limit.limit)
 
-    @contextlib.asynccontextmanager
-    async def admitted(self, claims: Claims, asked_at: float) -> AsyncIterator[None]:
-        """Wait until few requests wait for their turn; those of the read are submitted inside.
+    async def admit(self, claims: Claims, asked_at: float) -> None:
+        """Wait until few requests wait for their turn; those of the read are submitted then.
 
         Queueing more requests would only cost time that those in flight need.
 
@@ -161,14 +157,6 @@ class Endpoint:
                         raise stalled_error(
                             self.name, self._options.deadline_s, self._last_failure
                         ) from None
-        first = claims.first
-        self._admitted[first] += 1
-        try:
-            yield
-        finally:
-            self._admitted[first] -= 1
-            if not self._admitted[first]:
-                del self._admitted[first]
 
     def submit(self, request: RangeRequest) -> None:
         """Request a range; its `finish` is called with the result."""
@@ -205,13 +193,6 @@ class Endpoint:
     def _look_for_room(self) -> None:
         if self._has_room():
             self._room.set()
-
-    def _needed_first(self) -> dict[Flow, int]:
-        """The lowest urgency of each job with admitted reads."""
-        first: dict[Flow, int] = {}
-        for flow, urgency in self._admitted:
-            first[flow] = min(urgency, first.get(flow, urgency))
-        return first
 
     def _enqueue(self, request: RangeRequest, *, is_hedge: bool) -> None:
         if not is_hedge and request.credentials.holds(request, time.monotonic()):
@@ -342,7 +323,7 @@ class Endpoint:
         self._num_ticks += 1
         self._retry(now)
         if self._options.hedges and not self.limit.is_throttled:
-            for request in self._hedges.take_late(now, self._needed_first()):
+            for request in self._hedges.take_late(now):
                 self._enqueue(request, is_hedge=True)
         if self._num_ticks % _TICKS_PER_DEADLINE_CHECK == 0:
             self._check_deadlines(now)
@@ -477,19 +458,19 @@ class RemoteStorage(Storage):
         if not len(reads):
             return
         asked_at, claims = time.monotonic(), reads.claimed()
-        async with self._endpoint.admitted(claims, asked_at):
-            wanted = list(_ranges(reads))
-            pending = _PendingRead(reads, len(wanted), asked_at)
-            try:
-                for key, pieces in wanted:
-                    self._join(key, pending, pieces)
-                with claims.told(functools.partial(self._hasten, pending)):
-                    await pending.done
-            finally:
-                pending.close()
-                # Requests that wait for a turn leave before others give theirs back.
-                for shared in reversed(list(pending.shared_requests)):
-                    self._leave(shared, pending)
+        await self._endpoint.admit(claims, asked_at)
+        wanted = list(_ranges(reads))
+        pending = _PendingRead(reads, len(wanted), asked_at)
+        try:
+            for key, pieces in wanted:
+                self._join(key, pending, pieces)
+            with claims.told(functools.partial(self._hasten, pending)):
+                await pending.done
+        finally:
+            pending.close()
+            # Requests that wait for a turn leave before others give theirs back.
+            for shared in reversed(list(pending.shared_requests)):
+                self._leave(shared, pending)
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""

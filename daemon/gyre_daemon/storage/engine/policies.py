@@ -33,12 +33,12 @@ waiting requests would otherwise return one by one.
 Dean and Barroso, "The Tail at Scale", 2013. A response is late once 95 of 100 recent responses of
 its size have come sooner. Then it is requested a second time, and the first of the two attempts to
 arrive counts. A budget limits hedges to one request in twenty, so that a storage that is slow
-throughout is not asked for everything twice, and prefers the batch that a job needs first.
+throughout is not asked for everything twice. The oldest go first: they were needed first.
 """
 
 import statistics
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gyre_daemon.errors import GyreError
@@ -441,11 +441,9 @@ def pause_s(num_attempts: int, random: float) -> float:
     return random * longest_s
 
 
-# The budget: each request earns this part of a hedge, up to the reserve, of which a part is kept
-# for what is needed first. A larger share adds load to a slow storage; a smaller one leaves late
-# responses that a batch waits for.
-_HEDGE_SHARE = 0.05
-_HEDGE_RESERVE, _KEPT = 16.0, 8.0
+# The budget: each request earns this part of a hedge, up to the reserve. A larger share adds load
+# to a slow storage; a smaller one leaves late responses that a batch waits for.
+_HEDGE_SHARE, _HEDGE_RESERVE = 0.05, 16.0
 # How lateness is estimated: the quantile of the last responses, how many must be known at least,
 # and how often it is computed again. A lower quantile hedges responses that were about to arrive.
 _QUANTILE = 0.95
@@ -454,9 +452,6 @@ _REMEMBERED, _MIN_KNOWN, _EVERY = 512, 32, 32
 # fortieth batch of 256.
 _MAX_HEDGES = 2
 _MIN_SECOND_HEDGE_S = 0.1  # of waiting; a shorter delay of the first hedge is chance
-# Lateness counts this many times for requests that are not needed first: most of them arrive
-# before anybody waits for them.
-_NOT_FIRST_FACTOR = 1.5
 
 
 class Hedges:
@@ -492,50 +487,25 @@ class Hedges:
         if self._tokens < _HEDGE_RESERVE:
             self._tokens += _HEDGE_SHARE
 
-    def take(self, *, is_needed_first: bool = True) -> bool:
-        """Take a token for a hedge; False if there is none.
-
-        Some tokens are kept for what is needed first: while that is late, nothing else is sent that
-        would earn one.
-        """
-        if self._tokens < (1 if is_needed_first else 1 + _KEPT):
+    def take(self) -> bool:
+        """Take a token for a hedge; False if there is none."""
+        if self._tokens < 1:
             return False
         self._tokens -= 1
         return True
 
-    def take_late(self, now: float, needed_first: Mapping[Flow, int]) -> list[RangeRequest]:
-        """The requests to hedge now, the most needed first; they count as sent.
-
-        Args:
-            now: the time.
-            needed_first: the lowest urgency that each job is reading.
-        """
-        return [
-            request
-            for of_size in self._by_size.values()
-            for request in self._take_late(of_size, now, needed_first)
-        ]
-
-    def _take_late(
-        self, of_size: "_OfSize", now: float, needed_first: Mapping[Flow, int]
-    ) -> list[RangeRequest]:
-        late_s = of_size.late_s
-        if late_s is None or self._tokens < 1:
-            return []
-        late = {}
-        for attempt in of_size.in_flight:
-            waited_s, request = now - attempt.sent_at, attempt.request
-            if waited_s < late_s:
-                break
-            is_late = waited_s >= late_s * _NOT_FIRST_FACTOR or _is_first(request, needed_first)
-            if is_late and not (attempt.is_hedge and waited_s < _MIN_SECOND_HEDGE_S):
-                late[request] = attempt
-        taken = []
-        for request in most_needed_first(late):
-            if self.take(is_needed_first=_is_first(request, needed_first)):
-                del of_size.in_flight[late[request]]
-                request.num_hedges += 1
-                taken.append(request)
+    def take_late(self, now: float) -> list[RangeRequest]:
+        """The requests to hedge now, of each size the oldest first; they count as sent."""
+        taken: list[RangeRequest] = []
+        if self._tokens < 1:
+            return taken
+        for of_size in self._by_size.values():
+            for attempt in of_size.late(now):
+                if not self.take():
+                    return taken
+                del of_size.in_flight[attempt]
+                attempt.request.num_hedges += 1
+                taken.append(attempt.request)
         return taken
 
 
@@ -553,6 +523,17 @@ class _OfSize:
         self._durations_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._num_to_come = _MIN_KNOWN  # before the quantile is computed again
 
+    def late(self, now: float) -> list[Attempt]:
+        """The attempts in flight that are late, the oldest first."""
+        late_s, found = self.late_s, []
+        for attempt in self.in_flight if late_s is not None else ():
+            waited_s = now - attempt.sent_at
+            if waited_s < late_s:
+                break
+            if not attempt.is_hedge or waited_s >= _MIN_SECOND_HEDGE_S:
+                found.append(attempt)
+        return found
+
     def add(self, duration_s: float) -> None:
         self._durations_s.append(duration_s)
         self._num_to_come -= 1
@@ -561,20 +542,6 @@ class _OfSize:
             self._num_to_come = _EVERY
 
 
-def most_needed_first(late: Iterable[RangeRequest]) -> list[RangeRequest]:
-    """Late requests, taking turns among jobs, each job's most urgent first."""
-    turns: Counter[Flow] = Counter()
-    in_turns = []
-    for request in sorted(late, key=lambda each: each.urgency):
-        in_turns.append((turns[request.flow], request))
-        turns[request.flow] += 1
-    return [request for _, request in sorted(in_turns, key=lambda each: each[0])]
-
-
 def size_class(num_bytes: int) -> int:
     """The same number for sizes within a factor of four."""
     return num_bytes.bit_length() // 2
-
-
-def _is_first(request: RangeRequest, needed_first: Mapping[Flow, int]) -> bool:
-    return request.urgency <= needed_first.get(request.flow, request.urgency)
