@@ -29,9 +29,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
-
-from msgspec import Struct
+from dataclasses import dataclass, field
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
@@ -487,13 +485,13 @@ class RemoteStorage(Storage):
             return
         shard, start, stop = key
         path, wanted = self._paths[shard], ByteRange(self.shards, shard, start, stop)
-        request = RangeRequest(
+        shared = self._in_flight[key] = _SharedRequest(
             self._credentials, path, wanted, reads.flow, reads.urgency, pending.asked_at
         )
-        shared = self._in_flight[key] = _SharedRequest(key, request, [(pending, pieces)])
+        shared.waiting.append((pending, pieces))
         pending.shared_requests[shared] = None
-        request.finish = functools.partial(self._checked, shared)
-        self._endpoint.submit(request)
+        shared.finish = functools.partial(self._checked, shared)
+        self._endpoint.submit(shared)
 
     def _checked(self, shared: "_SharedRequest", data: Body, error: GyreError | None) -> None:
         """Deliver a range, if it is of the version that was listed."""
@@ -501,35 +499,39 @@ class RemoteStorage(Storage):
             self._finish(shared, data, error)
         else:
             decide = functools.partial(self._finish, shared, data)
-            request = shared.request
-            self._changes.check(shared.key[0], request.wanted.shard, request.told, decide)
+            self._changes.check(shared.key[0], shared.wanted.shard, shared.told, decide)
 
     def _hasten(self, pending: "_PendingRead", flow: Flow, urgency: int) -> None:
         """Somebody needs the ranges of a read."""
         for shared in list(pending.shared_requests):
-            self._endpoint.join(shared.request, flow, urgency)
+            self._endpoint.join(shared, flow, urgency)
 
     def _leave(self, shared: "_SharedRequest", pending: "_PendingRead") -> None:
         shared.waiting = [each for each in shared.waiting if each[0] is not pending]
         if not shared.waiting:
             self._in_flight.pop(shared.key, None)
-            self._endpoint.abandon(shared.request)
+            self._endpoint.abandon(shared)
 
     def _finish(self, shared: "_SharedRequest", data: Body, error: GyreError | None) -> None:
         """A range has arrived or failed."""
         if self._in_flight.get(shared.key) is shared:  # it may have been left meanwhile
             del self._in_flight[shared.key]
-        for pending, pieces in shared.waiting:
+        waiting, shared.waiting = shared.waiting, []  # the reads refer to their last request
+        for pending, pieces in waiting:
             pending.shared_requests.pop(shared, None)
-            pending.take(shared.request, pieces, data, error)
+            pending.take(shared, pieces, data, error)
 
 
-class _SharedRequest(Struct, eq=False):
+@dataclass(slots=True, eq=False, repr=False)
+class _SharedRequest(RangeRequest):
     """A request, and the reads that wait for it."""
 
-    key: _Key
-    request: RangeRequest
-    waiting: "list[tuple[_PendingRead, _Pieces]]"
+    waiting: "list[tuple[_PendingRead, _Pieces]]" = field(default_factory=list)
+
+    @property
+    def key(self) -> _Key:
+        """The shard's number, and the range."""
+        return self.wanted[1:]
 
 
 class _PendingRead:
@@ -542,7 +544,7 @@ class _PendingRead:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_closed = False
         self._num_missing = num_missing
-        self._slowest: RangeRequest | None = None
+        self._last: RangeRequest | None = None  # to arrive: it kept the read waiting
         if reads.delays:
             reads.delays.num_requests += num_missing
 
@@ -554,11 +556,10 @@ class _PendingRead:
             return
         if self.reads.delays:
             request.count_in(self.reads.delays)
-            if self._slowest is None or request.total_s > self._slowest.total_s:
-                self._slowest = request
         if error:
             self.done.set_exception(error)
             return
+        self._last = request
         for begin, size, address in pieces:
             _memmove(address, _source(data, begin, size), size)
         self._num_missing -= 1
@@ -566,13 +567,11 @@ class _PendingRead:
             self.done.set_result(None)
 
     def close(self) -> None:
-        """Accept nothing more, and record where the time of the slowest request went."""
+        """Accept nothing more, and record where the time of the last request went."""
         self._is_closed = True
-        delays, slowest = self.reads.delays, self._slowest
-        if not delays or not slowest or not slowest.ended_at:
-            return
-        if not delays.slowest or slowest.total_s > delays.slowest.total_s:
-            delays.slowest = slowest.timing()
+        delays, last = self.reads.delays, self._last
+        if delays and last and (not delays.slowest or last.total_s > delays.slowest.total_s):
+            delays.slowest = last.timing()
 
 
 def _source(data: Body, begin: int, size: int) -> "bytes | ctypes.Array[ctypes.c_char]":
