@@ -99,18 +99,40 @@ class EndpointThreads:
         self.connecting = threading.Semaphore(_MAX_CONNECTING)
 
 
-class DriverPool:
-    """The drivers of one dataset, all with the same settings. Safe for several threads."""
+class ThreadSource(Source):
+    """Reads with the synchronous drivers of one dataset, all with the same settings; see `Source`.
+
+    Threads that read or look call these drivers by `call`; all else belongs to the event loop.
+    """
 
     def __init__(
         self, address: str, connect: Callable[[], AbstractFileSystem], threads: EndpointThreads
     ) -> None:
         """Connect to nothing yet; see `ThreadedFileSystem`."""
+        self._idle: list[tuple[AbstractFileSystem, float]] = []  # since when; the latest are last
+        self._is_closed = False
         self._address = address
         self._connect = connect
         self.threads = threads
-        self._idle: list[tuple[AbstractFileSystem, float]] = []  # since when; the latest are last
-        self._is_closed = False
+        self._reading = LoopThreads(threads.reading, counts_cancelled=True)
+        self._loop = asyncio.get_running_loop()
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """See `Source.get`."""
+        own = self.own(path)
+
+        def read(driver: AbstractFileSystem) -> bytes:
+            return bytes(driver.cat_file(own, start=start, end=stop))
+
+        def respond() -> Response:
+            try:
+                return Response(206, self.call(read))
+            except Exception as error:
+                return _response(error)
+
+        self.sweep_later()
+        return self._reading.send(respond, on_response)
 
     def own(self, url: str) -> str:
         """A driver's path for a URL."""
@@ -146,26 +168,35 @@ class DriverPool:
                 self._give_back(driver)
                 return result
 
-    def close_unused(self) -> None:
-        """Close drivers that were idle for long."""
-        before = time.monotonic() - _IDLE_S
-        with contextlib.suppress(IndexError):  # another thread took the last one
-            while self._idle[0][1] <= before:
-                _close(self._idle.pop(0)[0])
-
-    @property
-    def has_idle(self) -> bool:
-        """Whether a driver is connected and not used."""
-        return bool(self._idle)
+    def sweep_later(self) -> None:
+        """Close drivers that are idle for long, from now on and until none is left."""
+        if self._sweeping is None:
+            self._sweeping = self._loop.call_later(_IDLE_S, self._sweep)
 
     def close(self) -> None:
         """Close idle drivers now, and those in use once they become idle."""
+        if self._sweeping:
+            self._sweeping.cancel()
         self._is_closed = True
         self._close_idle()
 
     def __del__(self) -> None:
         """Close the drivers when no dataset reads any more."""
-        self.close()
+        self._is_closed = True
+        self._close_idle()
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        if self._idle:
+            self.threads.looking.submit(self._close_unused)
+            self.sweep_later()
+
+    def _close_unused(self) -> None:
+        """Close drivers that were idle for long."""
+        before = time.monotonic() - _IDLE_S
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while self._idle[0][1] <= before:
+                _close(self._idle.pop(0)[0])
 
     def _close_idle(self) -> None:
         with contextlib.suppress(IndexError):
@@ -217,9 +248,8 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         """
         super().__init__(asynchronous=True)
         self.threads = threads
-        self._pool = DriverPool(address, connect, threads)
         self._told = told
-        self.source = ThreadSource(self._pool)
+        self.source = ThreadSource(address, connect, threads)
 
     async def connect(self) -> None:
         """Make the first driver; the driver's exceptions are raised."""
@@ -227,7 +257,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def look(self, path: str) -> dict[str, Any]:
         """The info of a file as it is now, past the driver's cache."""
-        own = self._pool.own(path)
+        own = self.source.own(path)
 
         def look(driver: AbstractFileSystem) -> dict[str, Any]:
             driver.invalidate_cache(driver._parent(own))
@@ -236,7 +266,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return await self._run(look)
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
-        own = self._pool.own(path)
+        own = self.source.own(path)
         return await self._run(lambda driver: self._named(driver.info(own)))
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
@@ -253,13 +283,13 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     def _named(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """An info under the file's URL, instead of the driver's own path."""
-        return {**info, **self._told, "name": self._pool.url(info["name"])}
+        return {**info, **self._told, "name": self.source.url(info["name"])}
 
     async def _all(
         self, path: str, find: Callable[[AbstractFileSystem, str], Iterable[dict[str, Any]]]
     ) -> dict[str, dict[str, Any]]:
         """Infos by URL, with links replaced by their targets."""
-        own = self._pool.own(path)
+        own = self.source.own(path)
 
         def infos(driver: AbstractFileSystem) -> dict[str, dict[str, Any]]:
             named = (self._named(_behind_link(driver, info)) for info in find(driver, own))
@@ -270,52 +300,9 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _run(self, work: Callable[[AbstractFileSystem], Result]) -> Result:
         self.source.sweep_later()
         try:
-            return await self._pool.threads.looking.run(self._pool.call, work)
+            return await self.threads.looking.run(self.source.call, work)
         except NotConnected as failure:
             raise (failure.__cause__ or failure) from None
-
-
-class ThreadSource(Source):
-    """Reads files with a synchronous driver; see `Source`."""
-
-    def __init__(self, pool: DriverPool) -> None:
-        self._pool = pool
-        self._reading = LoopThreads(pool.threads.reading, counts_cancelled=True)
-        self._loop = asyncio.get_running_loop()
-        self._sweeping: asyncio.TimerHandle | None = None
-
-    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
-        """See `Source.get`."""
-        own = self._pool.own(path)
-
-        def read(driver: AbstractFileSystem) -> bytes:
-            return bytes(driver.cat_file(own, start=start, end=stop))
-
-        def respond() -> Response:
-            try:
-                return Response(206, self._pool.call(read))
-            except Exception as error:
-                return _response(error)
-
-        self.sweep_later()
-        return self._reading.send(respond, on_response)
-
-    def sweep_later(self) -> None:
-        """Close drivers that are idle for long, from now on and until none is left."""
-        if self._sweeping is None:
-            self._sweeping = self._loop.call_later(_IDLE_S, self._sweep)
-
-    def _sweep(self) -> None:
-        self._sweeping = None
-        if self._pool.has_idle:
-            self._pool.threads.looking.submit(self._pool.close_unused)
-            self.sweep_later()
-
-    def close(self) -> None:
-        """See `Source.close`."""
-        if self._sweeping:
-            self._sweeping.cancel()
-        self._pool.close()
 
 
 def _close(driver: AbstractFileSystem) -> None:
