@@ -36,6 +36,7 @@ arrive counts. A budget limits hedges to one request in twenty, so that a storag
 throughout is not asked for everything twice. The oldest go first: they were needed first.
 """
 
+import itertools
 import statistics
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -525,14 +526,12 @@ class _OfSize:
 
     def late(self, now: float) -> list[Attempt]:
         """The attempts in flight that are late, the oldest first."""
-        late_s, found = self.late_s, []
-        for attempt in self.in_flight if late_s is not None else ():
-            waited_s = now - attempt.sent_at
-            if waited_s < late_s:
-                break
-            if not attempt.is_hedge or waited_s >= _MIN_SECOND_HEDGE_S:
-                found.append(attempt)
-        return found
+        if (late_s := self.late_s) is None:
+            return []
+        late = itertools.takewhile(lambda each: now - each.sent_at >= late_s, self.in_flight)
+        return [
+            each for each in late if not each.is_hedge or now - each.sent_at >= _MIN_SECOND_HEDGE_S
+        ]
 
     def add(self, duration_s: float) -> None:
         self._durations_s.append(duration_s)
