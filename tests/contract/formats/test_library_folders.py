@@ -12,10 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks import CorruptReports
 from gyre_daemon.datasets.formats.tokens import read_head
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shard_lists import _RECORDS
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
@@ -47,7 +49,8 @@ def opened(uri: str, settings: Mapping[str, Any], name: str, options: Any) -> Op
         with ThreadPoolExecutor(2) as threads, closing(ComputeServer()) as server:
             opener = StorageOpener(FairExecutor(threads, 2), EndpointOptions(16, 10.0), Metrics())
             openers.append(opener)
-            indexer = Indexer(opener, SidecarStore("", Path("/")), None, None, None, server)
+            folders = UnpackedShards(Path("/"), 0), None, CorruptReports(Path("/"))
+            indexer = Indexer(opener, SidecarStore("", Path("/")), *folders, server)
             try:
                 return await indexer.begin(None, config)
             finally:

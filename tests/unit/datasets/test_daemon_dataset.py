@@ -54,9 +54,9 @@ def test_the_contents_of_evenly_chosen_shards_are_covered(sizes: list[int]) -> N
 
 def test_a_memo_keeps_the_last_results_and_what_they_came_from() -> None:
     memo: Memo[str] = Memo(2)
-    assert memo.get("a") is memo.latest("a") is None
+    assert memo.get("a") is None
     assert memo.keep("of one", "a", 1) == "of one"
-    assert (memo.get("a", 1), memo.get("a", 2), memo.latest("a")) == ("of one", None, "of one")
+    assert (memo.get("a", 1), memo.get("a", 2)) == ("of one", None)
     memo.keep("of two", "a", 2)  # in place of the one before
     memo.keep("other", "b")
     assert memo.get("a", 2) == "of two"  # used last
