@@ -437,10 +437,7 @@ class Checkup(Struct, frozen=True):
                 "lower session_memory."
             )
         if abandoned > budget // 10:
-            yield (
-                f"clients keep {_size(abandoned)} of sessions that have ended: end those that are "
-                "frozen."
-            )
+            yield (f"clients keep {_size(abandoned)} of ended sessions: end those that are frozen.")
 
 
 def _files(census: Census) -> Iterator[str]:

@@ -133,7 +133,7 @@ class Exchange:
             mapping = mmap.mmap(descriptor, num_bytes)
         except OSError as error:
             raise Overloaded(
-                f"there is no memory for {num_bytes} bytes that are being decoded: {error.strerror}"
+                f"there is no memory for {num_bytes} bytes to decode: {error.strerror}"
             ) from error
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
 

@@ -117,7 +117,7 @@ class ReadRule(Rule):
         ]
         if not found or not has_forward(module):
             raise RotationError(
-                f"{own_class(module).__name__} has no parameter of its own that its forward could "
+                f"{own_class(module).__name__} has no direct parameter that its forward could "
                 "read and that can be cut. Give the rule to the module whose forward reads it."
             )
         return found

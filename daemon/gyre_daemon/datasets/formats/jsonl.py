@@ -285,9 +285,7 @@ class JsonlFormat(ChunkFormat, TextFormat):
             columns = self._index_of_columns
             return assemble_union(self._options, shards, inspected, "fields", columns)
         except CorruptSample as error:
-            advice = (
-                '. Set `types` of keys that differ, `schema = "union"` for keys that are absent'
-            )
+            advice = '. Set `types` of keys that differ, `schema = "union"` for absent keys'
             raise CorruptSample(f"{error}{advice}", error.facts) from error
 
     def _index_of_columns(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
