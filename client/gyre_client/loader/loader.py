@@ -24,7 +24,14 @@ from torch.utils.data import IterableDataset
 from gyre_client.batches.attachment import NEVER
 from gyre_client.batches.batch import Position, widened
 from gyre_client.batches.stream import STALL_TIMEOUT_S, Terms, parse_device
-from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest, fold, folded
+from gyre_client.errors import (
+    DaemonFault,
+    ForkedProcess,
+    GyreError,
+    InvalidRequest,
+    fold,
+    folded,
+)
 from gyre_client.loader.functions import (
     declare_classes,
     declare_functions,
@@ -39,8 +46,6 @@ from gyre_client.loader.interop import (
 )
 from gyre_client.loader.place import (
     FORK_ADVICE,
-    UNKNOWN,
-    EpochIterator,
     JobPlace,
     OneThread,
     Stream,
@@ -69,6 +74,84 @@ from gyre_client.transport.arguments import order as order_spec
 from gyre_client.transport.target import find_target, resolve_dataset
 
 _log = logging.getLogger("gyre_client")
+
+
+UNKNOWN = -1  # the end of an iteration that was not looked for yet
+
+
+class EpochIterator:
+    """An iterator over the batches of one or several epochs. Once it has ended, it stays ended."""
+
+    def __init__(self, loader: "Loader", num_epochs: int | None, *, restart: bool) -> None:
+        """Ends the right of the iterator before to read the loader.
+
+        Args:
+            loader: The loader to read.
+            num_epochs: The iteration ends at the next multiple of `num_epochs`, counted from epoch
+                0; None for an iteration without an end.
+            restart: The iteration begins at the first batch, wherever the loader stands.
+        """
+        self._loader = loader
+        self._num_epochs = num_epochs
+        self._restart = restart
+        self._has_ended = False
+        loader._stop_batch = UNKNOWN
+        # A number: a loader that refers to no iterator is closed as soon as it is dropped.
+        self._number = loader._iteration = loader._iteration + 1
+
+    def __iter__(self) -> Self:
+        return self
+
+    def ends_at(self, batch: int) -> bool:
+        """Returns whether the iteration ends before the batch with this number."""
+        return batch >= self._loader._stop_batch != UNKNOWN
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        try:
+            stream, tensors, behind = self.peek()
+        except GyreError as error:
+            fold(error)
+            raise
+        get_ident()  # after a call, Python handles the signals that have come
+        # One line: see [Note: An interrupt takes no batch] in `place`.
+        stream.position = behind; return tensors  # noqa: E702  # fmt: skip
+
+    def peek(self) -> "tuple[Stream, dict[str, torch.Tensor], Position]":
+        """Returns the next batch without taking it; see `JobPlace.peek`.
+
+        Raises:
+            StopIteration: The iteration has ended.
+            GyreError: See `Loader`.
+        """
+        loader = self._loader
+        if loader._iteration != self._number or loader._batch >= loader._stop_batch:
+            self._find_end()
+        try:
+            return loader._peek()
+        except StopIteration:
+            raise DaemonFault(
+                f"the daemon ended the batches before step {loader.step}, but this iteration "
+                f"goes on to step {loader.step_of(loader._stop_batch)}"
+            ) from None
+
+    def _find_end(self) -> None:
+        """Asks the loader where the iteration ends."""
+        loader = self._loader
+        if self._has_ended:
+            raise StopIteration
+        if loader._iteration != self._number:
+            raise InvalidRequest(
+                "another iteration of this Loader has begun since, and only the youngest one may "
+                "go on: all of them would take from one stream. Make a second Loader for a second "
+                "reader"
+            )
+        if loader._stop_batch != UNKNOWN:
+            self._has_ended = True
+            raise StopIteration
+        if self._restart:
+            loader.reset()
+            self._restart = False
+        loader._stop_batch = loader._begin_iteration(self._num_epochs)
 
 
 class Loader(IterableDataset[dict[str, torch.Tensor]]):

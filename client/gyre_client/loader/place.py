@@ -1,4 +1,4 @@
-"""Where a loader stands: its position, its stream, and the iterations that go on from there.
+"""Where a loader stands: its position and its stream.
 
 Underneath is one stream without an end: the end of an iteration is a StopIteration between two
 steps, and the daemon reads beyond it once the next iteration has begun. All iterators of a loader
@@ -23,7 +23,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
@@ -34,22 +34,17 @@ from gyre_client.display import ProgressBar, is_watched, measuring_line
 from gyre_client.errors import (
     ConcurrentUse,
     CursorRejected,
-    DaemonFault,
     DaemonUnavailable,
     ForkedProcess,
     GyreError,
     InvalidRequest,
     StorageUnavailable,
-    fold,
 )
 from gyre_client.loader.ranks import Agreement, SequenceCut
 from gyre_client.transport.answers import MAX_CURSOR_BYTES, check_same_dataset
 from gyre_client.transport.arguments import mapping, shown
 from gyre_client.transport.connection import Connection, Outage
 from gyre_client.transport.target import Target
-
-if TYPE_CHECKING:
-    from gyre_client.loader.loader import Loader
 
 
 class Epochs:
@@ -343,84 +338,6 @@ class JobPlace:
     ) -> None:
         batch_size = self._request.order.global_batch_size
         self.epochs = Epochs(stages, batch_size, self._tail, skipped)
-
-
-UNKNOWN = -1  # the end of an iteration that was not looked for yet
-
-
-class EpochIterator:
-    """An iterator over the batches of one or several epochs. Once it has ended, it stays ended."""
-
-    def __init__(self, loader: "Loader", num_epochs: int | None, *, restart: bool) -> None:
-        """Ends the right of the iterator before to read the loader.
-
-        Args:
-            loader: The loader to read.
-            num_epochs: The iteration ends at the next multiple of `num_epochs`, counted from epoch
-                0; None for an iteration without an end.
-            restart: The iteration begins at the first batch, wherever the loader stands.
-        """
-        self._loader = loader
-        self._num_epochs = num_epochs
-        self._restart = restart
-        self._has_ended = False
-        loader._stop_batch = UNKNOWN
-        # A number: a loader that refers to no iterator is closed as soon as it is dropped.
-        self._number = loader._iteration = loader._iteration + 1
-
-    def __iter__(self) -> Self:
-        return self
-
-    def ends_at(self, batch: int) -> bool:
-        """Returns whether the iteration ends before the batch with this number."""
-        return batch >= self._loader._stop_batch != UNKNOWN
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        try:
-            stream, tensors, behind = self.peek()
-        except GyreError as error:
-            fold(error)
-            raise
-        get_ident()  # after a call, Python handles the signals that have come
-        # One line: see [Note: An interrupt takes no batch] in `place`.
-        stream.position = behind; return tensors  # noqa: E702  # fmt: skip
-
-    def peek(self) -> "tuple[Stream, dict[str, torch.Tensor], Position]":
-        """Returns the next batch without taking it; see `JobPlace.peek`.
-
-        Raises:
-            StopIteration: The iteration has ended.
-            GyreError: See `Loader`.
-        """
-        loader = self._loader
-        if loader._iteration != self._number or loader._batch >= loader._stop_batch:
-            self._find_end()
-        try:
-            return loader._peek()
-        except StopIteration:
-            raise DaemonFault(
-                f"the daemon ended the batches before step {loader.step}, but this iteration "
-                f"goes on to step {loader.step_of(loader._stop_batch)}"
-            ) from None
-
-    def _find_end(self) -> None:
-        """Asks the loader where the iteration ends."""
-        loader = self._loader
-        if self._has_ended:
-            raise StopIteration
-        if loader._iteration != self._number:
-            raise InvalidRequest(
-                "another iteration of this Loader has begun since, and only the youngest one may "
-                "go on: all of them would take from one stream. Make a second Loader for a second "
-                "reader"
-            )
-        if loader._stop_batch != UNKNOWN:
-            self._has_ended = True
-            raise StopIteration
-        if self._restart:
-            loader.reset()
-            self._restart = False
-        loader._stop_batch = loader._begin_iteration(self._num_epochs)
 
 
 _PACKAGE = __name__.rpartition(".")[0]

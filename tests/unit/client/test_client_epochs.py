@@ -10,7 +10,8 @@ import torch
 from gyre_client.batches.batch import Position
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.interop import refuse_unknown
-from gyre_client.loader.place import UNKNOWN, EpochIterator, Epochs
+from gyre_client.loader.loader import UNKNOWN, EpochIterator
+from gyre_client.loader.place import Epochs
 
 
 @pytest.mark.parametrize(
