@@ -328,7 +328,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 them, so None goes on with those of a state.
             weights: Of a mixture's sources, {"web": 0.5, "code": 0.5}, from the step on at which
                 the job begins or a state is loaded; a source that is absent is not read. The state
-                keeps them, so None goes on with those of a state; see docs/mixtures.md.
+                keeps them, so None or the same ones go on with those of a state; see
+                docs/mixtures.md.
             unknown: Not accepted. For a keyword of torch's DataLoader, the error says the
                 alternative.
 

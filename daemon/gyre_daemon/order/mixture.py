@@ -441,8 +441,8 @@ class MixtureState:
         block: B.
         num_samples: L.
         phases: of the job.
-        given: the first steps of the phases that the job was given; the others come from the
-            mixture's definition.
+        given: the first steps of the phases whose weights the job was given, that of the latest
+            weights last; the other phases come from the mixture's definition.
     """
 
     sources: tuple[tuple[str, str], ...]
@@ -458,7 +458,10 @@ class MixtureState:
         return cls(sources, mixture.block, mixture.num_samples, mixture.phases)
 
     def with_weights(self, weights: Mapping[str, float], step: int) -> "MixtureState":
-        """The state of a job with other weights from a step on; itself if it has them there.
+        """The state of a job that is given weights at a step.
+
+        The weights that it was given last change nothing: a script passes them at each resume, also
+        after an entry of the schedule. Weights that it has at this step begin no phase.
 
         Args:
             weights: of sources by name; one that is absent is not read.
@@ -473,17 +476,23 @@ class MixtureState:
                 f"weights: the mixture has no source {unknown[0]!r:.100}. Its sources are "
                 f"{', '.join(names)}."
             )
-        phase = Phase(step, whole_weights([weights.get(name, 0.0) for name in names]))
-        if [each for each in self.phases if each.first_step <= step][-1].weights == phase.weights:
+        wanted = whole_weights([weights.get(name, 0.0) for name in names])
+        weights_at = {each.first_step: each.weights for each in self.phases}
+        if self.given and weights_at.get(self.given[-1]) == wanted:
             return self
-        others = [each for each in self.phases if each.first_step != step]
-        phases = tuple(sorted((*others, phase), key=lambda each: each.first_step))
+        first_step = max(each for each in weights_at if each <= step)
+        if weights_at[first_step] != wanted:
+            first_step = step
+        # A phase of the definition counts as given if the job asks for its weights: the next resume
+        # compares with them.
+        phases = tuple(Phase(*each) for each in sorted({**weights_at, first_step: wanted}.items()))
         if not are_phases(phases, len(names)):
             raise InvalidRequest(
                 f"weights: the job has had {len(self.phases)} of them, and a state holds no more. "
                 "Begin a new run."
             )
-        return replace(self, phases=phases, given=tuple(sorted({*self.given, step})))
+        given = (*(each for each in self.given if each != first_step), first_step)
+        return replace(self, phases=phases, given=given)
 
     @property
     def defined(self) -> tuple[Phase, ...]:

@@ -2,12 +2,14 @@
 
 import os
 import socket
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_trainer.training.history import read
+from gyre_trainer.training.history import digest, read
 
 from tests.conftest import StartDaemon
 from tests.train_jobs import DEADLINE_S, Job, Jobs, tiny_run
@@ -96,18 +98,45 @@ def test_a_rank_with_other_data_is_named_before_the_first_step(
     assert not (tmp_path / "run/history.jsonl").exists()
 
 
+MIXTURE = {"weights": {"one": 0.5, "two": 0.5}, "block": 8}
+LATER = {"schedule": [{"step": 3, "weights": {"one": 1}}]}
+
+
+def two_sources(folder: Path) -> dict[str, dict[str, object]]:
+    """Writes the sources of the mixture; returns their tables."""
+    for name in ("one", "two"):
+        write(folder / f"{name}/0.bin", 64)
+    table = {"format": "tokens", "dtype": "uint16", "sequence_length": 9}
+    return {name: {"uri": str(folder / name), **table} for name in ("one", "two")}
+
+
+def test_a_resumed_run_with_weights_keeps_the_schedule(
+    gyred: StartDaemon, tmp_path: Path, tiny_jobs: Jobs
+) -> None:
+    daemon = gyred({"datasets": two_sources(tmp_path), "mixtures": {"all": MIXTURE | LATER}})
+    weights = {"one": 0.25, "two": 0.75}
+    data = {"dataset": "all", "format": "", "options": {}, "weights": weights}
+    config = tmp_path / "train.toml"
+    for steps, flags in ((5, []), (8, ["--resume"])):
+        config.write_text(tiny_run(tmp_path, run={"steps": steps, "log_every": 1}, data=data))
+        environment = {**os.environ, "GYRE_ADDRESS": daemon.address}
+        job = tiny_jobs.start("run", str(config), *flags, environment=environment)
+        errors = job.errors(DEADLINE_S)
+        assert job.wait(DEADLINE_S) == 0, errors
+    with Loader("all", batch_size=4, address=daemon.address, weights=weights) as loader:
+        batches = list(islice(loader.stream(), 8))
+    assert [bool(batch["source"].any()) for batch in batches] == [True] * 3 + [False] * 5
+    assert [each.sample_ids for each in read(tmp_path / "run/history.jsonl").steps] == [
+        digest(batch["sample_id"].tolist()) for batch in batches
+    ]
+
+
 def test_ranks_with_other_weights_of_a_mixture_are_named_before_the_first_step(
     gyred: StartDaemon, tmp_path: Path, tiny_jobs: Jobs
 ) -> None:
     """Two daemons, of which one has a change in its schedule that the other has not."""
-    datasets = {}
-    for name in ("one", "two"):
-        write(tmp_path / f"{name}/0.bin", 64)
-        table = {"format": "tokens", "dtype": "uint16", "sequence_length": 9}
-        datasets[name] = {"uri": str(tmp_path / name), **table}
-    mixture = {"weights": {"one": 0.5, "two": 0.5}, "block": 8}
-    later = {"schedule": [{"step": 3, "weights": {"one": 1}}]}
-    mixtures = [{"all": mixture}, {"all": mixture | later}]
+    datasets = two_sources(tmp_path)
+    mixtures = [{"all": MIXTURE}, {"all": MIXTURE | LATER}]
     addresses = [gyred({"datasets": datasets, "mixtures": each}).address for each in mixtures]
     config = tmp_path / "train.toml"
     data = {"dataset": "all", "format": "", "options": {}}

@@ -241,6 +241,23 @@ def test_weights_change_where_a_job_begins_or_resumes(
     assert {source_of(each) for each in values(begun)} == {"code"}
 
 
+def test_a_script_with_weights_resumes_in_the_order_of_one_that_went_on(
+    gyred: StartDaemon, config: dict[str, Any]
+) -> None:
+    daemon = gyred(config)
+    only_code = {"code": 1.0}
+    for weights in (only_code, WEIGHTS):  # other ones than the definition's, and the same
+        whole, _ = batches(daemon, "later", 12, weights=weights)
+        for num in (3, 6, 8):  # an entry of the schedule begins at step 6
+            first, state = batches(daemon, "later", num, weights=weights)
+            rest, _ = batches(daemon, "later", 12 - num, state, weights=weights)
+            assert same(first + rest, whole)
+    books, state = batches(daemon, "later", 2, state, weights={"books": 1.0})
+    assert {source_of(each) for each in values(books)} == {"books"}
+    again, _ = batches(daemon, "later", 2, state, weights=WEIGHTS)
+    assert {source_of(each) for each in values(again)} == set(WEIGHTS)
+
+
 PACKED = {
     "weights": {"web": 0.5, "code": 0.25, "books": 0.25},
     "block": 8,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gyre_daemon.errors import CursorRejected, InvalidRequest
-from gyre_daemon.order.cursor import Cursor, decode_cursor
+from gyre_daemon.order.cursor import Cursor, decode_cursor, with_weights
 from gyre_daemon.order.mixture import (
     Mixture,
     MixturePlanner,
@@ -120,6 +120,7 @@ def test_a_cursor_keeps_its_mixture() -> None:
     assert changed.phases == (Phase(0, (1, 1)), Phase(4, (0, 1)), Phase(9, (0, 1)))
     assert changed.with_weights({"s1": 3.0}, 8) == changed  # it has them there
     assert changed.given == (0, 4)
+    assert changed.with_weights({"s1": 1.0}, 12) == changed
     check_mixture(changed, its, "set")
     check_mixture(changed, mixture([5, 6], (Phase(0, (3, 2)), Phase(9, (0, 1))), 30), "set")
     with pytest.raises(InvalidRequest, match=r"no source 's2'\. Its sources are s0, s1"):
@@ -128,3 +129,75 @@ def test_a_cursor_keeps_its_mixture() -> None:
         state = state.with_weights({"s0": step, "s1": 1.0}, step)
     with pytest.raises(InvalidRequest, match="had 64 of them"):
         state.with_weights({"s0": 1.0}, 200)
+
+
+SCHEDULED = (Phase(0, (1, 1)), Phase(5, (1, 9)), Phase(10, (9, 1)))
+RATIOS = [(1, 1), (1, 9), (9, 1), (4, 1)]  # three of the schedule, and other ones
+
+
+def resumed(state: MixtureState, weights: tuple[int, ...], step: int) -> MixtureState:
+    """The mixture of a job that goes on from a saved state at a step, with these weights."""
+    cursor = Cursor("f", Order("full", "wrap", 1, 4), 4 * step, mixture=state)
+    named = {f"s{number}": float(weight) for number, weight in enumerate(weights)}
+    found = with_weights(decode_cursor(cursor.encode()), named, "set").mixture
+    assert found
+    return found
+
+
+def weights_at(state: MixtureState, step: int) -> tuple[int, ...]:
+    return [each.weights for each in state.phases if each.first_step <= step][-1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 14), st.sampled_from(RATIOS)), max_size=8))
+def test_only_weights_that_a_script_changes_count(
+    resumes: list[tuple[int, tuple[int, ...]]],
+) -> None:
+    its = mixture([50, 60], SCHEDULED, 30)
+    state, last = MixtureState.of(its), None
+    for step, weights in resumes:
+        found = resumed(state, weights, step)
+        if weights == last:
+            assert found == state
+        else:
+            assert weights_at(found, step) == weights
+            for elsewhere in {*range(15)} - {step}:
+                before, after = (
+                    [each for each in phases if each.first_step == elsewhere]
+                    for phases in (state.phases, found.phases)
+                )
+                assert before == after
+        check_mixture(found, its, "set")
+        state, last = found, weights
+
+
+@pytest.mark.parametrize("weights", RATIOS)
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_a_script_that_keeps_its_weights_goes_on_in_the_same_order(
+    first: int, weights: tuple[int, ...]
+) -> None:
+    whole = resumed(MixtureState.of(mixture([50, 60], SCHEDULED, 30)), weights, first)
+    state = whole
+    for step in (first, first + 1, 5, 6, 10, 12):
+        state = resumed(state, weights, step)
+    assert state == whole
+    assert weights_at(state, 12) == (weights if first > 10 else (9, 1))
+
+
+def test_weights_that_were_given_before_others_count_again() -> None:
+    state = MixtureState.of(mixture([50, 60], SCHEDULED, 30))
+    state = resumed(resumed(state, (4, 1), 0), (2, 1), 3)
+    again = resumed(state, (4, 1), 7)
+    assert again.phases == (
+        Phase(0, (4, 1)),
+        Phase(3, (2, 1)),
+        Phase(5, (1, 9)),
+        Phase(7, (4, 1)),
+        Phase(10, (9, 1)),
+    )
+    # the schedule's own weights, which the job has there, are the ones given last
+    scheduled = resumed(state, (1, 9), 7)
+    assert scheduled.phases == state.phases
+    assert resumed(scheduled, (1, 9), 12) == scheduled
+    assert weights_at(resumed(scheduled, (2, 1), 12), 12) == (2, 1)
+    # an earlier state has them not yet
+    assert weights_at(resumed(state, (1, 9), 2), 2) == (1, 9)
