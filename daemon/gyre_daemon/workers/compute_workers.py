@@ -279,9 +279,18 @@ class ComputeServer:
 
     async def _start(self, task: Task) -> "ComputeWorker":
         ours, theirs = socket.socketpair()
+        forking = asyncio.create_task(
+            in_thread(partial(self._fork, task, theirs), "gyre-processes")
+        )
+
+        def forked(_: object) -> None:
+            theirs.close()  # not before: the thread would send whatever has its number by then
+            if not forking.cancelled():
+                forking.exception()  # nobody asks for it where the caller was cancelled
+
+        forking.add_done_callback(forked)
         try:
-            with theirs:
-                await in_thread(partial(self._fork, task, theirs), "gyre-processes")
+            await asyncio.shield(forking)
             ours.setblocking(False)
             async with asyncio.timeout(_MAX_START_S):
                 await _readable(ours)
