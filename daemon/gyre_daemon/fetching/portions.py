@@ -47,9 +47,9 @@ _FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
 # epoch: each would cost one more deadline. Under other seeds, as other jobs have for a source of a
 # mixture, random transforms may do well.
 _MAX_GIVEN_UP = 1024
-# The place of each field of a sample of unknown length, in parts of the stored bytes: the ids of a
-# text take about as much as the text, decoded sound some times of its file. A batch with a longer
-# sample is made again.
+# The place of each field of a sample of unknown length, in parts of the stored bytes that are read
+# for it: the ids of a text take about as much as the text, decoded sound some times of its file. A
+# batch with a longer sample is made again.
 _PLACE_FACTOR, _MIN_PLACE_BYTES = 8, 4 << 10
 
 
@@ -154,6 +154,7 @@ class PortionReader:
         self._reader = Fetcher(dataset.source, threads)
         self._layouts = LayoutMaker(dataset.source.fields)
         self._stored = [spec.name for spec in stored_fields(dataset.source.fields)]
+        self._read = [column for column, name in enumerate(self._stored) if name in dataset.read]
         self._sample_s = _FIRST_GUESS_S[dataset.cost]
         self._given_up: dict[tuple[int, int], SampleFailed] = {}  # by seed and sample
 
@@ -164,7 +165,7 @@ class PortionReader:
             extents: where they are stored.
             lengths: as in `PortionPlan`.
         """
-        num_bytes = _stored_bytes(extents)
+        num_bytes = _stored_bytes(extents).sum(1)
         for sizes in self._made_bytes(len(num_bytes), lengths):
             num_bytes = num_bytes + sizes
         return cut_by_size(num_bytes, _MAX_PORTION_BYTES, _MAX_SAMPLES[self._dataset.cost])
@@ -210,7 +211,11 @@ class PortionReader:
 
                 def arrived(number: int) -> None:
                     if not numbers:
-                        tasks.create_task(self._work(kind, portion, claims, numbers))
+                        work = self._work(kind, portion, claims, numbers)
+                        try:
+                            tasks.create_task(work)
+                        except RuntimeError:  # another sample has failed
+                            work.close()
                     numbers.append(number)
 
                 await self._fill(portion, claims, ahead, delays, arrived)
@@ -310,8 +315,11 @@ class PortionReader:
 
     def guessed(self, extents: Extents) -> Int64Array:
         """Int64 [n, R], as many elements as samples of unknown lengths get room for."""
-        most = np.clip(_PLACE_FACTOR * _stored_bytes(extents), _MIN_PLACE_BYTES, _MAX_PORTION_BYTES)
-        elements = [max(spec.element_bytes, 1) for spec in self._dataset.made_ragged]
+        made = self._dataset.made_ragged
+        read_bytes = _stored_bytes(extents)[:, self._read].sum(1)
+        most_bytes = max(_MAX_PORTION_BYTES // max(len(made), 1), _MIN_PLACE_BYTES)
+        most = np.clip(_PLACE_FACTOR * read_bytes, _MIN_PLACE_BYTES, most_bytes)
+        elements = [max(spec.element_bytes, 1) for spec in made]
         guessed: Int64Array = most[:, None] // np.array(elements, np.int64)
         return guessed
 
@@ -390,8 +398,8 @@ class PortionReader:
 
 
 def _stored_bytes(extents: Extents) -> Int64Array:
-    """Int64 [n], the bytes of each sample as it is stored or read, whichever is more."""
-    found: Int64Array = np.maximum(extents.size, extents.tensor_bytes).sum(1)
+    """Int64 [n, stored fields], the bytes as they are stored or read, whichever is more."""
+    found: Int64Array = np.maximum(extents.size, extents.tensor_bytes)
     return found
 
 

@@ -15,7 +15,6 @@ import functools
 import os
 import stat
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +42,8 @@ READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 OpenBeneath = Callable[[str | bytes, int], int]  # opens a relative path with flags
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
+# Closing what was opened with O_PATH never waits, and `os.close` gives up the interpreter's lock.
+_close = ctypes.PyDLL(None).close
 
 
 class LeavesRoot(PermissionError):
@@ -126,7 +127,7 @@ class Root(Struct, frozen=True):
         try:
             yield functools.partial(self._open_beneath, root)
         finally:
-            os.close(root)
+            _close(root)
 
     def _open_beneath(self, root: int, name: str | bytes, flags: int) -> int:
         if has_openat2():
@@ -160,31 +161,6 @@ class Root(Struct, frozen=True):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         with _closing(self.open(folder, flags)) as descriptor, os.scandir(descriptor) as entries:
             yield entries
-
-
-class SharedRoot:
-    """A root that is opened once for all in its context at a time. Safe for several threads."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._lock = threading.Lock()
-        self._num_holders = 0
-        self._opened = contextlib.ExitStack()
-
-    def __enter__(self) -> OpenBeneath:
-        """See `Root.held`."""
-        with self._lock:
-            if not self._num_holders:
-                self._open_beneath = self._opened.enter_context(self._root.held())
-            self._num_holders += 1
-            return self._open_beneath
-
-    def __exit__(self, *exception: object) -> None:
-        """Close the folder, if nobody else holds it."""
-        with self._lock:
-            self._num_holders -= 1
-            if not self._num_holders:
-                self._opened.close()
 
 
 class LocalFile(Struct, frozen=True):

@@ -1,11 +1,7 @@
-"""Threads that read single files go one after the other, and none is held up by a slow one.
-
-Reads of a slow mount that overlap share the open folder.
-"""
+"""Threads that read single files go one after the other, and none is held up by a slow one."""
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,38 +79,3 @@ def test_readers_of_a_disk_do_not_wait_for_each_other(
     assert asyncio.run(read_all(storage))
     with storage._taking_turns():
         assert asyncio.run(asyncio.wait_for(read_all(storage), 60))
-
-
-def test_reads_that_overlap_open_the_folder_once(
-    storage: SingleFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders: list[int] = []
-    has_begun, goes_on = threading.Event(), threading.Event()
-    open_real = os.open
-
-    def opened(path: str | Path, *arguments: int, **options: int) -> int:
-        descriptor = open_real(path, *arguments, **options)
-        if path == tmp_path:
-            folders.append(descriptor)
-        return descriptor
-
-    def pread(descriptor: int, _: object, start: int, stop: int) -> bytes:
-        data = os.pread(descriptor, stop - start, start)
-        if data[0] == 0:
-            has_begun.set()
-            assert goes_on.wait(60)
-        return data
-
-    monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(local, "_pread", pread)
-    with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(storage._read_range, 0, 0, 100)
-        assert has_begun.wait(60)
-        assert [storage._read_range(number, 0, 1)[0] for number in range(1, 9)] == [*range(1, 9)]
-        goes_on.set()
-        assert first.result(60) == bytes(100)
-    assert len(folders) == 1
-    with pytest.raises(OSError, match="Bad file descriptor"):  # closed with the last read
-        os.fstat(folders[0])
-    assert storage._read_range(9, 0, 1) == b"\x09"
-    assert len(folders) == 2

@@ -58,7 +58,6 @@ from gyre_daemon.storage.beneath import (
     LocalFile,
     NotRegular,
     Root,
-    SharedRoot,
     file_error,
 )
 from gyre_daemon.storage.engine.endpoint import Endpoint, RemoteStorage
@@ -599,7 +598,6 @@ class SingleFiles(FileStorage):
         assert table.stamps is not None
         super().__init__(FileShards(table), workers, metrics, slow)
         self._root = root
-        self._shared_root = SharedRoot(root)  # two system calls less for each read
         self._table = table
         self._stamps = table.stamps
         self._latency = MOUNTS.at(root.folder).latency
@@ -655,7 +653,7 @@ class SingleFiles(FileStorage):
         table = self._table
         stamp = [int(table.sizes[shard]), *self._stamps[shard].tolist()]
         try:
-            with self._shared_root as open_beneath:
+            with self._root.held() as open_beneath:
                 descriptor = open_beneath(table.names[shard], READ_FLAGS)
                 try:
                     data = _pread(descriptor, self._latency, start, stop)
