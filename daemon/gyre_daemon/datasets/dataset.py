@@ -178,11 +178,14 @@ class Prefix(Struct, frozen=True):
         num_samples: of these shards.
         fingerprint: of these shards.
         fields: of their samples.
+        keeps_blocks: whether they have the same blocks in the whole dataset. They have others where
+            their chunks are decoded only because those of shards behind them must be.
     """
 
     num_samples: int
     fingerprint: str
     fields: Sequence[FieldSpec]
+    keeps_blocks: bool
 
 
 class BlockRanges(Struct, frozen=True):

@@ -282,7 +282,8 @@ class Resumption(Struct, frozen=True):
         """The first shards of a grown dataset, if a cursor covers just these.
 
         Raises:
-            CursorRejected: it is of more shards than there are, or their samples have other fields.
+            CursorRejected: it is of more shards than there are, or their samples have other fields
+                or lie in other blocks.
         """
         its = self.dataset
         if not its.grows:
@@ -308,6 +309,13 @@ class Resumption(Struct, frozen=True):
                 f"{', '.join(others)}. Name the fields to serve in the dataset's table, or begin "
                 "a new run.",
                 {"differs": "fields"},
+            )
+        if cursor.order.io_block_bytes and not prefix.keeps_blocks:
+            raise CursorRejected(
+                f"a shard that was added to `{its.name}` must be decoded, which changes the blocks "
+                "of the shards before it. Write it without dictionaries, compression and JSON, or "
+                "begin a new run.",
+                {"differs": "blocks"},
             )
         return prefix
 

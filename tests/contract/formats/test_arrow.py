@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import S3Server, StartDaemon
-from tests.contract.formats.chunk_contract import decode_all
+from tests.contract.formats.chunk_contract import ChunkContract, decode_all
 from tests.contract.formats.format_contract import FormatContract, Sample, inspect, listed
 from tests.shard_formats import shard_format
 
@@ -99,6 +99,25 @@ class TestArrow(FormatContract):
 
     def empty_shard(self) -> bytes:
         return stored(pa.table({"other": pa.array([], pa.decimal128(3))}), 8)
+
+    def damaged_shard(self) -> bytes:
+        return self.shards()[0][0][:-9]
+
+
+class TestArrowOfBothKinds(ChunkContract):
+    """One shard is compressed, so those that are not are decoded, too."""
+
+    name = "arrow"
+    options = TestArrow.options
+    has_checksums = False
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        shards, samples = TestArrow().shards()
+        table = pa.ipc.open_stream(shards[0]).read_all()
+        return [stored(table, 8, compression="zstd"), *shards[1:]], samples
+
+    def empty_shard(self) -> bytes:
+        return TestArrow().empty_shard()
 
     def damaged_shard(self) -> bytes:
         return self.shards()[0][0][:-9]
@@ -203,6 +222,64 @@ def test_rows_of_any_schema_are_those_of_pyarrow(data: Any) -> None:
             assert row.get(f"{name}.present", True) == (expected[name] is not None) or kind == FILE
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_rows_are_decoded_as_they_are_stored(data: Any) -> None:
+    chosen = [kind for kind in data.draw(st.lists(kinds, max_size=5)) if is_served(kind)]
+    count = data.draw(st.integers(1, 12))
+    columns = {
+        f"c{number}": pa.array([value_of(kind, data.draw) for _ in range(count)], kind)
+        for number, kind in enumerate([*chosen, pa.int64()])
+    }
+    table, rows = pa.table(columns), data.draw(st.integers(1, 12))
+    both = [stored(table, rows, is_stream=data.draw(st.booleans())), stored(table, rows)]
+    assert chunks_of(index_of(both)) is None
+    both[1] = stored(table, rows, compression="zstd")
+    index = index_of(both)
+    first, second = decode_all(both, index)
+    assert first == second
+    extents = index.locate(np.arange(2 * count))
+    assert (extents.start[:count] == extents.start[count:]).all()
+    assert (extents.size[:count] == extents.size[count:]).all()
+
+
+def test_bytes_of_missing_values_are_not_decoded() -> None:
+    """Below a missing value, Arrow may have any bytes."""
+    text = pa.StringArray.from_buffers(
+        3, *pa.array(["a", "bcd", "e"]).buffers()[1:], pa.py_buffer(b"\5")
+    )
+    is_missing = pa.array([False, True, False])
+    numbers = pa.ListArray.from_arrays([0, 1, 3, 4], pa.array([1, 2, 3, 4]), mask=is_missing)
+    files = pa.StructArray.from_arrays(
+        [pa.array([b"a", b"bc", b"d"]), pa.nulls(3, pa.string())],
+        names=["bytes", "path"],
+        mask=is_missing,
+    )
+    table = pa.table({"text": text, "numbers": numbers, "files": files})
+    shards = [stored(table, 9), stored(table, 9, compression="zstd")]
+    first, second = decode_all(shards, index_of(shards))
+    assert first == second
+    assert first.startswith(b"ae\1")
+    assert first.endswith(b"\4\0\0\0\0\0\0\0ad")
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_dictionaries_that_change_are_read_where_nothing_is_decoded(*, is_compressed: bool) -> None:
+    sink = io.BytesIO()
+    table = pa.table({"a": pa.array(["x"]).dictionary_encode(), "b": [1]})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+        other = pa.table({"a": pa.array(["y"]).dictionary_encode(), "b": [2]})
+        writer.write_table(other)
+    plain = stored(table, 9, compression="zstd" if is_compressed else None)
+    shards = [sink.getvalue(), plain]
+    if not is_compressed:
+        assert rows_of(shards, columns=["b"]) == [{"b": 1}, {"b": 2}, {"b": 1}]
+        return
+    with pytest.raises(ConfigError, match="shard 000: it has dictionaries behind its first"):
+        index_of(shards, columns=["b"])
+
+
 def small_file(*, is_stream: bool) -> bytes:
     table = pa.table(
         {
@@ -245,8 +322,6 @@ def test_what_is_no_range_of_bytes_is_refused_by_name() -> None:
     table = pa.table({"a": pa.array(["x", "y"]).dictionary_encode(), "b": [1, 2]})
     assert chunks_of(index_of([stored(table, 9)]))
     assert index_of([stored(table, 9)], columns=["b"]).num_samples == 2
-    with pytest.raises(ConfigError, match="some shards are compressed, such as 001"):
-        index_of([stored(table, 9), stored(table, 9, compression="zstd")], columns=["b"])
     views = pa.table({"a": pa.array(["x"], pa.string_view()), "b": [1]})
     assert chunks_of(index_of([stored(views, 9)]))
     assert rows_of([stored(views, 9)], columns=["b"]) == [{"b": 1}]

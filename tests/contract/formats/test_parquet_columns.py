@@ -262,10 +262,14 @@ def test_nested_columns_are_json(name: str) -> None:
 
 LABELS = pa.dictionary(pa.int32(), pa.string())
 DAYS = pa.struct([("day", pa.date32()), ("price", pa.decimal128(5, 2))])
+DAY_MS = 24 * 60 * 60 * 1000
 # A type, its values, and the three rows that are served: the last one is null.
 SERVED_TYPES: list[tuple[Any, list[Any], list[Any]]] = [
     (pa.map_(pa.string(), pa.int64()), [[("a", 1), ("a", 2)], []], [{"a": 2}, {}, None]),
     (pa.map_(pa.int8(), LABELS), [[(1, "x")], [(2, None)]], [{"1": "x"}, {"2": None}, None]),
+    (pa.date64(), [3 * DAY_MS, 0], [3, 0, 0]),
+    (pa.list_(pa.date64()), [[-DAY_MS], []], [[-1], [], []]),
+    (pa.struct([("a", pa.date64())]), [{"a": DAY_MS}, {"a": None}], [{"a": 1}, {"a": None}, None]),
     (pa.decimal128(10, 2), [Decimal("-1.25"), Decimal(2)], [-1.25, 2.0, 0.0]),
     (pa.decimal128(38, 2), [Decimal("-1.25"), Decimal(10**30)], [b"-1.25", b"1%030d.00" % 0, b""]),
     (pa.null(), [None, None], [None] * 3),

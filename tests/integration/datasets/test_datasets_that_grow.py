@@ -236,6 +236,36 @@ def test_partitions_that_change_the_numbers_of_classes_are_refused(
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize("order", ["full", "block"])
+def test_a_shard_that_must_be_decoded_changes_blocks(
+    gyred: StartDaemon, tmp_path: Path, order: str
+) -> None:
+    def add(name: str, compression: str | None) -> None:
+        table = pa.table({"id": np.arange(24) + (24 if compression else 0)})
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        path = tmp_path / f"set/{name}.arrow"
+        with pa.ipc.new_file(path, table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=6)
+
+    (tmp_path / "set").mkdir()
+    add("a", None)
+    daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "set"), "append": True}}})
+    with loader(daemon, order=order) as first:
+        ids = read([first], 2, "arrow")
+        state = first.state_dict()
+    add("b", "zstd")
+    assert not index(daemon).was_appended
+    with loader(daemon, order=order) as grown:
+        if order == "block":
+            with pytest.raises(CursorRejected, match="must be decoded, which changes the blocks"):
+                grown.load_state_dict(state)
+            return
+        grown.load_state_dict(state)
+        ids += read([grown], 10, "arrow")
+    assert sorted(ids[:24]) == list(range(24))
+    assert sorted(ids[24:]) == list(range(48))
+
+
 def test_single_files_cannot_be_appended(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one")
     with pytest.raises(ConfigError, match="all its single files are one shard; leave `append` out"):

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from gyre_client import Loader, texts
+from gyre_client import Loader, objects, texts
 from gyre_client.errors import ConfigError, CorruptSample, GyreError
 
 from benchmarks.loader.mosaic import streaming
@@ -170,6 +170,44 @@ def test_types_that_no_dtype_holds_are_refused_with_both(tmp_path: Path) -> None
         CorruptSample, match=r"shard 1\S* .* 'x' is int64, and that of shard 0\S* is text, ragged"
     ):
         batch(tmp_path, schema="union")
+
+
+def write_arrow(folder: Path, tables: list[dict[str, Any]]) -> None:
+    for number, columns in enumerate(tables):
+        table = pa.table(columns)
+        with pa.ipc.new_file(folder / f"{number}.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=1)
+
+
+def test_arrow_shards_of_which_one_must_be_decoded(tmp_path: Path) -> None:
+    labels = pa.array(["x", "y"]).dictionary_encode()
+    price = pa.array([1, 2]).cast(pa.decimal128(25, 2))
+    objects_of = [{"a": 1}, {"a": 2}]
+    flags = [[True], [False, True]]
+    first = {"id": [1, 2], "s": labels, "o": objects_of, "b": flags, "d": price}
+    write_arrow(tmp_path, [first, {"o": pa.nulls(1), "id": [3]}, {"s": ["ö"], "id": [4]}])
+    found = batch(tmp_path, schema="union", defaults={"s": "none"})
+    assert found["id"].tolist() == [1, 2, 3, 4]
+    assert "id.present" not in found
+    assert texts(found, "s") == ["x", "y", "none", "ö"]
+    assert objects(found, "o") == [*objects_of, None, None]
+    assert found["b"].tolist() == [True, False, True]
+    assert found["b.offsets"].tolist() == [0, 1, 3, 3, 3]
+    assert texts(found, "d") == ["1.00", "2.00", "", ""]
+    assert found["s.present"].tolist() == [True, True, False, True]
+    for name in "obd":
+        assert found[f"{name}.present"].tolist() == [True, True, False, False]
+
+
+def test_texts_of_arrow_are_stored_in_any_way(tmp_path: Path) -> None:
+    plain = {"s": ["a", None], "flag": [True, False]}
+    view = {"s": pa.array(["b"], pa.string_view()), "flag": [True]}
+    write_arrow(tmp_path, [plain, {**view, "s": pa.array(["c"]).dictionary_encode()}, view])
+    for options in ({}, {"schema": "union"}):
+        found = batch(tmp_path, **options)
+        assert texts(found, "s") == ["a", "", "c", "b"]
+        assert found["s.present"].tolist() == [True, False, True, True]
+        assert found["flag"].tolist() == [True, False, True, True]
 
 
 def test_columns_without_any_value_are_lacking(tmp_path: Path) -> None:

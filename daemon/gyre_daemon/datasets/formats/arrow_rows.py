@@ -10,7 +10,7 @@ import io
 import json
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
@@ -55,6 +55,7 @@ class ServedColumn:
         is_nullable: whether a row may lack it, by the schema.
         is_nested: whether an array of one shape is in lists of lists.
         is_stored: whether an undecoded array has the tensors' bytes back to back.
+        units: see `units_of`.
     """
 
     spec: FieldSpec
@@ -63,6 +64,7 @@ class ServedColumn:
     is_nullable: bool
     is_nested: bool
     is_stored: bool
+    units: Mapping[str, str]
 
     @property
     def path(self) -> str:
@@ -124,6 +126,7 @@ def served_columns(schema: Any, options: ColumnOptions) -> list[ServedColumn]:
                 column.nullable,
                 array is not None,
                 is_whole and _is_stored(column.type),
+                dict(units_of(column.type)),
             )
         )
     if options.may_lack and not columns:
@@ -170,12 +173,37 @@ def plain_type(kind: Any) -> Any:
         return pa.large_string() if types.is_string_view(kind) else pa.large_binary()
     if types.is_decimal(kind):
         return pa.float64() if kind.precision <= _MAX_FLOAT_DIGITS else pa.string()
-    if types.is_temporal(kind) and not types.is_interval(kind):
-        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    if _is_time(kind):
+        return pa.int32() if kind.bit_width == 32 or types.is_date(kind) else pa.int64()
     kind = with_children(kind, plain_type)
     if types.is_list_view(kind):
         return pa.list_(kind.value_field)
     return pa.large_list(kind.value_field) if types.is_large_list_view(kind) else kind
+
+
+def _is_time(kind: Any) -> bool:
+    return bool(types.is_temporal(kind) and not types.is_interval(kind))
+
+
+def units_of(kind: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The numbers and times in a type: the path to each, such as `[].t`, and its type.
+
+    Times have units, such as `timestamp[ms]`. Their time zones are left out: values are in UTC.
+    """
+    if isinstance(kind, pa.BaseExtensionType):
+        yield from units_of(kind.storage_type, path)
+    elif types.is_dictionary(kind):
+        yield from units_of(kind.value_type, path)
+    elif types.is_date(kind):  # all are served as days
+        yield path, "date[day]"
+    elif _is_time(kind):
+        yield path, f"{str(kind).partition('[')[0]}[{kind.unit}]"
+    elif types.is_nested(kind):
+        for field in (kind.field(place) for place in range(kind.num_fields)):
+            step = f".{field.name}" if types.is_struct(kind) else "[]"
+            yield from units_of(field.type, path + step)
+    elif types.is_integer(plain := plain_type(kind)) or types.is_floating(plain):
+        yield path, str(kind)
 
 
 def with_children(kind: Any, change: Callable[[Any], Any]) -> Any:
@@ -271,7 +299,8 @@ def _is_stored(kind: Any) -> bool:
         return _is_stored(kind.field("bytes").type)
     if _is_list(kind) or types.is_fixed_size_list(kind):
         return plain_type(kind.value_type) != pa.bool_() and _is_stored(kind.value_type)
-    return bool(types.is_temporal(kind) or plain_type(kind) == kind)
+    is_time = _is_time(kind) and not types.is_date64(kind)  # which has milliseconds, not days
+    return bool(is_time or plain_type(kind) == kind)
 
 
 def _is_list(kind: Any) -> bool:
@@ -403,7 +432,7 @@ def _plain(array: Any) -> Any:
     if plain == kind:
         return array
     if not types.is_nested(kind):
-        return array.cast(plain)
+        return (array.cast(pa.date32()) if types.is_date64(kind) else array).cast(plain)
     absent = array.is_null()
     if types.is_struct(kind):
         fields = [_plain(array.field(place)) for place in range(kind.num_fields)]
@@ -587,15 +616,12 @@ def _scan(messages: _Messages, options: ColumnOptions) -> Arrays:
             schema, begin = _parsed(pa.ipc.read_schema, message), messages.offset
         elif kind != "dictionary":
             raise ValueError(f"it has a message of the kind {kind}")
-        elif found and found.are_decoded:
-            raise ConfigError(
-                "the file has dictionaries behind its first record batch, which is not read "
-                "where batches are decoded. Write it as Parquet, or without dictionaries."
-            )
+        elif found:
+            found.take_dictionary()
         head.append(message)
     if schema is None:
         raise ValueError("it has no schema")
-    return found.arrays() if found else chunk_arrays([], [])
+    return found.arrays() if found else chunk_arrays([], [], units=[])
 
 
 def _parsed(parse: Callable[..., Any], *arguments: Any) -> Any:
@@ -670,7 +696,7 @@ class _Batches:
         are_stored = all(column.is_stored for column in self._columns)
         self.are_decoded = not are_stored or _batch(first, self._schema) is None
         self._head = b"".join(each.serialize() for each in head) if self.are_decoded else b""
-        self._shared = shared if self.are_decoded else (0, 0)
+        self._shared = shared
         self._chunks: list[ScannedChunk] = []
 
     def add(self, message: Any, num_rows: int, offset: int, stop: int) -> None:
@@ -679,12 +705,27 @@ class _Batches:
             chunk = self._decode(message, ScannedChunk(num_rows, [(offset, stop)]), stop)
         else:
             begin = stop - message.body.size
-            chunk = self._find(message, ScannedChunk(num_rows, [(begin, stop)]), begin)
+            stored = ScannedChunk(num_rows, [(begin, stop)], parameters=[offset])
+            chunk = self._find(message, stored, begin)
         self._chunks.append(chunk)
+
+    def take_dictionary(self) -> None:
+        """Take a dictionary behind the first record batch.
+
+        Raises:
+            ConfigError: record batches are decoded.
+        """
+        if self.are_decoded:
+            raise ConfigError(
+                "the file has dictionaries behind its first record batch, which is not read "
+                "where batches are decoded. Write it as Parquet, or without dictionaries."
+            )
+        self._shared = (0, 0)
 
     def arrays(self) -> Arrays:
         """See `chunk_arrays`."""
-        return chunk_arrays(self._specs, self._chunks, self._shared)
+        units = [column.units for column in self._columns]
+        return chunk_arrays(self._specs, self._chunks, self._shared, units)
 
     def _decode(self, message: Any, chunk: ScannedChunk, stop: int) -> ScannedChunk:
         """Decode a record batch, and note where its rows end."""

@@ -23,7 +23,7 @@ import hashlib
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -97,7 +97,8 @@ class ScannedChunk:
         columns: for each field; data is not looked at. None for a field that is not ragged and
             present in all rows.
         number: of the chunk in its shard; None for its place among those with rows.
-        parameters: numbers that its decoder needs.
+        parameters: numbers that its decoder needs; with `places` where the bytes begin that it
+            would be decoded from.
         damage: why it cannot be decoded; its rows have no bytes then. None if it can be.
         places: for each field where its values begin in the shard, and how far behind that the
             first row begins; None if chunks must be decoded. Columns of single booleans then have
@@ -182,13 +183,17 @@ def chunk_arrays(
     fields: Sequence[FieldSpec],
     chunks: Sequence[ScannedChunk],
     shared: tuple[int, int] = (0, 0),
+    units: Sequence[Mapping[str, str]] | None = None,
 ) -> Arrays:
     """The arrays of a scanned shard with C chunks of together R rows.
 
     Args:
         fields: of a row; of a ragged one every row has a length, also if it is not present.
         chunks: all of them.
-        shared: bytes `[start, stop)` of the shard that all chunks need.
+        shared: bytes `[start, stop)` of the shard that all chunks need to be decoded; none if
+            chunks with `places` cannot be.
+        units: of each field the types of its numbers and times, by their paths in a value; None
+            for a format whose values have no units.
 
     Returns:
         fields: JSON of name, dtype, shape, raggedness, codec, categories and media type of each
@@ -198,6 +203,7 @@ def chunk_arrays(
         ends: uint32 [R, ragged fields], where each row ends among the field's bytes of its chunk.
         optional: int64 [K], the fields that some row lacks; present: bool [R, K].
         damaged: JSON of [place, reason], if there are damaged chunks.
+        units: JSON of the argument.
         base: int64 [C, F], where the values of each field begin; first: int64 [C, ragged fields],
             how far behind that their first rows do; bits: bool [R, single booleans]. Only with
             `places`.
@@ -232,7 +238,9 @@ def chunk_arrays(
         for place, chunk in enumerate(chunks)
         if chunk.damage is not None
     ]
-    texts = {"fields": described} | ({"damaged": reasons} if reasons else {})
+    texts: dict[str, Any] = {"fields": described} | ({"damaged": reasons} if reasons else {})
+    if units is not None:
+        texts["units"] = units
     numbers = [place if each.number is None else each.number for place, each in enumerate(chunks)]
     ranges = [piece for chunk in chunks for piece in chunk.pieces]
     num_parameters = len(chunks[0].parameters) if chunks else 0
@@ -403,6 +411,9 @@ def _check_places(
     require(is_whole, "its fields are not those of its rows")
     in_sequence = (np.diff(pieces) >= 0).all() and len(pieces) == 2 * len(rows)
     require(in_sequence, "its chunks are not in sequence")
+    begin = arrays["parameters"].ravel()
+    is_before = len(begin) == len(rows) and ((begin >= 0) & (begin <= pieces[::2])).all()
+    require(is_before, "its chunks point outside the shard")
     start = base.copy()
     start[:, ragged] += np.clip(first, -1, file_bytes)
     sizes = field_bytes(fields, rows, ends)

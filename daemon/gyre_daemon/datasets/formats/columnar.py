@@ -15,11 +15,16 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
+import msgspec
+import numpy as np
+
 from gyre_daemon.datasets.formats.base import (
     Arrays,
     SampleIndex,
     Scan,
     corrupt,
+    json_of,
+    require,
     require_library,
 )
 from gyre_daemon.datasets.formats.chunk_index import (
@@ -31,13 +36,12 @@ from gyre_daemon.datasets.formats.chunk_index import (
     StoredChunk,
     check_chunks,
     chunk_arrays,
+    field_bytes,
+    fields_of,
     num_rows,
 )
 from gyre_daemon.datasets.formats.concat import assemble_union
-from gyre_daemon.datasets.formats.sample_table import (
-    ColumnOptions,
-    are_compressed,
-)
+from gyre_daemon.datasets.formats.sample_table import ColumnOptions
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import PositionedFile, Shard
 
@@ -52,6 +56,8 @@ _MAX_FOOTERS = 64
 _TAIL_BYTES = 8  # behind the footer: its size, and a magic
 # pyarrow reads this much behind column chunks of old writers, which recorded too small sizes.
 _SLACK_BYTES = 128
+
+_UNITS = msgspec.json.Decoder(list[dict[str, str]])
 
 _footers: dict[tuple[str, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
@@ -108,7 +114,8 @@ def _scan_parquet(options: ColumnOptions, shard: str, file: BinaryIO) -> Arrays:
         where = "its footer"
         tail = opened.metadata.serialized_size + _TAIL_BYTES
         shared = shard_bytes - tail, shard_bytes
-        return chunk_arrays([column.spec for column in columns], chunks, shared)
+        units = [column.units for column in columns]
+        return chunk_arrays([column.spec for column in columns], chunks, shared, units)
     except (CorruptSample, ConfigError):
         raise
     except MemoryError as error:
@@ -244,6 +251,82 @@ def _pieces(
     return merged
 
 
+def _check(arrays: Arrays, file_bytes: int) -> None:
+    check_chunks(arrays, file_bytes)
+    require(len(_units_of(arrays)) == len(fields_of(arrays)), "its units are none")
+
+
+def _units_of(arrays: Arrays) -> list[dict[str, str]]:
+    return json_of(arrays, "units", _UNITS, "its units are none")
+
+
+def _check_units(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> None:
+    """Refuse times of several units, and times next to numbers, in one column.
+
+    The fields of such shards may be equal. Fingerprints cover fields, and no units.
+
+    Raises:
+        CorruptSample: a shard has another unit than one before it.
+    """
+    first: dict[tuple[str, str], tuple[str, str]] = {}
+    seen: set[bytes] = set()
+    for shard, scan in zip(shards, inspected, strict=True):
+        schema = scan["fields"].tobytes() + scan["units"].tobytes()
+        if not num_rows(scan) or schema in seen:
+            continue
+        seen.add(schema)
+        for spec, units in zip(fields_of(scan), _units_of(scan), strict=True):
+            for path, unit in units.items():
+                other, owner = first.setdefault((spec.name, path), (unit, shard.name))
+                if unit != other and "[" in unit + other:  # numbers have none; fields tell these
+                    reason = (
+                        f"its column {spec.name + path!r:.100} is {unit}, and that of shard "
+                        f"{owner} is {other}"
+                    )
+                    raise CorruptSample(
+                        f"shard {shard.name} does not fit: {reason}; write both with one type, or "
+                        "name the other columns in `columns`",
+                        {"shard": shard.name, "reason": reason},
+                    )
+
+
+def _as_decoded(shard: Shard, arrays: Arrays) -> Arrays:
+    """The arrays of a shard whose chunks are to be decoded, though they may have `places`.
+
+    Raises:
+        ConfigError: they cannot be decoded.
+    """
+    if "base" not in arrays:
+        return arrays
+    start, stop = arrays["shared"].tolist()
+    if start == stop:
+        raise ConfigError(
+            f"shard {shard.name}: it has dictionaries behind its first record batch, and must be "
+            "decoded, since another shard must be. Write it as Parquet, or without dictionaries."
+        )
+    fields, rows, present = fields_of(arrays), arrays["rows"], arrays["present"]
+    first = np.cumsum(rows) - rows
+    lengths = np.diff(arrays["ends"].astype(np.int64), axis=0, prepend=0)
+    lengths[first] = arrays["ends"][first]
+    ragged = [place for place, spec in enumerate(fields) if spec.ragged]
+    for column, place in enumerate(arrays["optional"].tolist()):
+        if place in ragged:  # decoded rows have no bytes there, stored ones any
+            lengths[~present[:, column], ragged.index(place)] = 0
+    ends = np.cumsum(lengths, axis=0)
+    ends = (ends - np.repeat(ends[first] - lengths[first], rows, axis=0)).astype(np.uint32)
+    if (field_bytes(fields, rows, ends).sum(axis=1) > MAX_CHUNK_BYTES).any():
+        raise ConfigError(
+            f"shard {shard.name}: a record batch has more than {MAX_CHUNK_BYTES >> 30} GiB, and "
+            "must be decoded, since another shard must be. Write smaller ones."
+        )
+    return {
+        **{name: each for name, each in arrays.items() if name not in ("base", "first", "bits")},
+        "pieces": np.stack((arrays["parameters"][:, 0], arrays["pieces"][:, 1]), axis=1),
+        "parameters": np.empty((len(rows), 0), np.int64),
+        "ends": ends,
+    }
+
+
 class _ColumnFormat(ChunkFormat):
     """A `Format` of files with columns, which pyarrow reads.
 
@@ -282,11 +365,12 @@ class _ColumnFormat(ChunkFormat):
         union = ["union"] * options.may_lack
         pairs = [f"{field}={column}" for field, column in options.pairs]
         lengths = [f"{name}:{length}" for name, length in options.declared.items()]
-        version = " ".join([f"{self.name}/3", *union, *pairs, *lengths])
+        version = " ".join([f"{self.name}/4", *union, *pairs, *lengths])
         run = partial(type(self).scan, options)
-        return Scan(version, run, num_rows, check_chunks, seeks=self.seeks, ragged=options.ragged)
+        return Scan(version, run, num_rows, _check, seeks=self.seeks, ragged=options.ragged)
 
     def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        _check_units(shards, inspected)
         return assemble_union(self._options, shards, inspected, "fields", self._index_of_equal)
 
     def _index_of_equal(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
@@ -307,11 +391,17 @@ class ArrowFormat(_ColumnFormat):
     pattern = "*.{arrow,arrows,ipc,feather}"
     scan, decode, seeks = staticmethod(_scan_arrow), staticmethod(_decode_arrow), False
 
+    def index_of(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `ChunkFormat.index_of`: all record batches are decoded, or none."""
+        if any(num_rows(scan) and "base" not in scan for scan in inspected):
+            pairs = zip(shards, inspected, strict=True)
+            inspected = [_as_decoded(shard, scan) for shard, scan in pairs]
+        return super().index_of(shards, inspected)
+
     def _identity(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bytes:
-        pairs = [pair for pair in zip(shards, inspected, strict=True) if num_rows(pair[1])]
-        decoded = are_compressed([shard for shard, _ in pairs], ["base" not in s for _, s in pairs])
-        if pairs and not decoded:
-            return b"arrow " + pairs[0][1]["fields"].tobytes()
+        stored = [scan for scan in inspected if "base" in scan]
+        if stored:
+            return b"arrow " + stored[0]["fields"].tobytes()
         return super()._identity(shards, inspected)
 
 

@@ -297,7 +297,11 @@ class Catalog:
             was_appended = False
             if dataset.grows and 0 < len(previous.shards) < len(dataset.shards):
                 before = await self._indexer.prefix(opening, dataset, len(previous.shards))
-                was_appended = before is not None and before.fingerprint == previous.fingerprint
+                was_appended = (
+                    before is not None
+                    and before.fingerprint == previous.fingerprint
+                    and before.keeps_blocks
+                )
             listed = opening.source.shards
             await save_record(self._records, name, opening.location, listed, dataset.fingerprint)
         if with_checksums:  # may take hours, and no opening needs them

@@ -294,7 +294,8 @@ class Indexer:
         corrupt = dataset.corrupt[: np.searchsorted(dataset.corrupt, index.num_samples)]
         contents = await read_ranges(served, *fingerprint_ranges(shards))
         identity = await compute(fingerprint, shards, index, contents, corrupt, chosen)
-        return Prefix(index.num_samples, identity, fields)
+        keeps_blocks = (chunks_of(index) is None) == (chunks_of(dataset.index) is None)
+        return Prefix(index.num_samples, identity, fields, keeps_blocks)
 
     async def assembled(
         self,
