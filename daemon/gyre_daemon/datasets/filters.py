@@ -5,6 +5,12 @@ samples at once. It is parsed by Python's own parser and computed by the few nod
 else of Python is there. The facts are lengths of fields and indexed values. Stored columns, and
 lengths that transforms make, are found once for all samples, and then a filter is computed from
 them as from the index itself.
+
+[Note: Numbers as Python has them] numpy computes int64 and float64, many samples at once. If it
+would round or wrap an integer, the operands become arrays of Python's numbers, which is exact, and
+slower. If a sample divides by 0, the filter is refused: numpy's infinity would keep or drop the
+sample in silence. To allow `i != 0 and 5 / i > 1`, each part of `and`, `or` and a chained
+comparison sees only the samples that earlier parts have not decided, as in Python.
 """
 
 import ast
@@ -12,7 +18,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,10 +35,11 @@ from gyre_daemon.order.permutation import Int64Array
 
 Values = npt.NDArray[Any]
 _Compute = Callable[["_Samples"], Any]
+_Join = Callable[[Any, Any], Any]
 # The kind of a field whose values are texts, not numbers or classes.
 TEXT = "text/plain"
 _MAX_CHARS = 1000
-_NUMBERS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+_NUMBERS: Mapping[type[ast.AST], _Join] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -40,7 +47,7 @@ _NUMBERS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_COMPARISONS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+_COMPARISONS: Mapping[type[ast.AST], _Join] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -48,18 +55,53 @@ _COMPARISONS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+_DIVISIONS = (ast.Div, ast.FloorDiv, ast.Mod)
 _WHAT_THERE_IS = (
     'numbers, text in quotes, names of fields, value("NAME"), length(NAME), + - * / // %, '
     "comparisons, `in` a list, `and`, `or`, `not` and parentheses"
 )
 _AT_ONCE = 1 << 16  # samples looked at together
+# Integers below these have exact results in int64, and exact float64s.
+_MAX_FACTOR, _MAX_EXACT = 1 << 31, 1 << 53
 
 
 class _Samples(Struct, frozen=True):
-    """An index's facts of n samples: int64 [n] lengths and [n] values by the names of fields."""
+    """Some of an index's facts of n samples.
+
+    Attributes:
+        lengths: int64 [n] by the names of fields.
+        values: [n] by the names of fields.
+        rows: int64 [k] of the n, those that are looked at.
+    """
 
     lengths: Mapping[str, Values]
     values: Mapping[str, Values]
+    rows: Int64Array
+
+    def length(self, name: str) -> Values:
+        """Lengths of a field, [k]."""
+        return self.lengths[name][self.rows]
+
+    def value(self, name: str) -> Values:
+        """Values of a field, [k]."""
+        return self.values[name][self.rows]
+
+    def part(self, places: Int64Array) -> "_Samples":
+        """The samples at some of the k places."""
+        return _Samples(self.lengths, self.values, self.rows[places])
+
+
+class _DividedByZero(Exception):
+    """A sample divides by 0.
+
+    Attributes:
+        row: its place among the n samples.
+        division: the expression.
+    """
+
+    def __init__(self, row: int, division: ast.BinOp) -> None:
+        super().__init__(row, division)
+        self.row, self.division = row, division
 
 
 class Filter:
@@ -88,8 +130,16 @@ class Filter:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             self._refuse(f"it is no expression: {error}")
 
-    def __call__(self, extents: Extents) -> npt.NDArray[np.bool_]:
-        """Which samples are left, bool [n]."""
+    def __call__(self, extents: Extents, first_id: int = 0) -> npt.NDArray[np.bool_]:
+        """Which samples are left, bool [n].
+
+        Args:
+            extents: of the samples.
+            first_id: the id of the first one; they follow each other.
+
+        Raises:
+            ConfigError: a sample divides by 0.
+        """
         num_bytes = extents.tensor_bytes
         samples = _Samples(
             {
@@ -97,13 +147,19 @@ class Filter:
                 for place, spec in enumerate(self._stored)
             },
             {spec.name: each for spec, each in zip(self._indexed, extents.indexed, strict=True)},
+            np.arange(len(extents.shard)),
         )
         with np.errstate(all="ignore"):  # NaN keeps no sample
             try:
-                kept = np.asarray(self._compute(samples), np.bool_)
-            except ZeroDivisionError:  # of Python's numbers
-                self._refuse("it divides by 0")
-        return np.broadcast_to(kept, (len(extents.shard),))
+                return _decided(self._compute, samples)
+            except _DividedByZero as error:
+                text, divisor = map(ast.unparse, (error.division, error.division.right))
+                self._refuse(
+                    f"`{text:.100}` divides by 0 in sample {first_id + error.row} of all; a "
+                    f"missing value is 0. Put `{divisor:.100} != 0 and` before it"
+                )
+            except (OverflowError, RecursionError) as error:  # of Python's numbers
+                self._refuse(f"it cannot be computed: {error}")
 
     def kept(self, num_samples: int, facts: Callable[[Int64Array], Extents]) -> Int64Array:
         """The ids of all samples that are left, in rising order.
@@ -113,12 +169,12 @@ class Filter:
             facts: takes sample ids and returns their lengths and values.
 
         Raises:
-            ConfigError: none is left.
+            ConfigError: none is left, or a sample divides by 0.
         """
         parts = []
         for begin in range(0, num_samples, _AT_ONCE):
             ids = np.arange(begin, min(begin + _AT_ONCE, num_samples))
-            parts.append(ids[self(facts(ids))])
+            parts.append(ids[self(facts(ids), begin)])
         kept = np.concatenate(parts)
         if not len(kept):
             raise ConfigError(
@@ -131,8 +187,7 @@ class Filter:
         match node:
             case ast.BoolOp(op=op, values=values):
                 parts = [self._condition(each) for each in values]
-                join = np.logical_and if isinstance(op, ast.And) else np.logical_or
-                return lambda samples: reduce(join, [part(samples) for part in parts])
+                return partial(_joined, parts, decisive=isinstance(op, ast.Or))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 inner = self._condition(operand)
                 return lambda samples: np.logical_not(inner(samples))
@@ -142,12 +197,12 @@ class Filter:
                     self._comparison(sides[place], op, sides[place + 1])
                     for place, op in enumerate(ops)
                 ]
-                return lambda samples: reduce(np.logical_and, [each(samples) for each in steps])
+                return partial(_joined, steps, decisive=False)
             case _ if (name := _field_name(node)) is not None:
                 spec = self._indexed_field(name)
                 if spec.dtype != np.bool_:
                     self._refuse(f"`{spec.name}` alone is neither true nor false; compare it")
-                return lambda samples: samples.values[spec.name]
+                return lambda samples: samples.value(spec.name)
         return self._unknown(node)
 
     def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> _Compute:
@@ -165,9 +220,9 @@ class Filter:
         for side, other in ((left, right), (right, left)):
             if isinstance(side, ast.Constant) and isinstance(side.value, str):
                 name, number = self._category(side.value, other, op)
-                return lambda samples: compare(samples.values[name], number)
+                return lambda samples: compare(samples.value(name), number)
         first, second = self._number(left), self._number(right)
-        return lambda samples: compare(first(samples), second(samples))
+        return lambda samples: _join(compare, first(samples), second(samples))
 
     def _category(self, text: str, other: ast.expr, op: ast.cmpop) -> tuple[str, int]:
         """The field that a category is compared with, and the number of the category."""
@@ -182,17 +237,20 @@ class Filter:
 
     def _number(self, node: ast.expr) -> _Compute:
         match node:
-            case ast.Constant(value=bool() | int() | float() as value) if abs(value) < 1 << 62:
-                return lambda _: value
+            case ast.Constant(value=bool() | int() | float() as value):
+                number = np.asarray(int(value) if isinstance(value, bool) else value)
+                return lambda _: number
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                inner = self._number(operand)
-                return lambda samples: -inner(samples)
+                inner, zero = self._number(operand), np.asarray(0)
+                return lambda samples: _join(operator.sub, zero, inner(samples))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _NUMBERS:
                 first, second, join = self._number(left), self._number(right), _NUMBERS[type(op)]
-                return lambda samples: join(np.asarray(first(samples)), second(samples))
+                if isinstance(op, _DIVISIONS):
+                    return partial(_divided, node, join, first, second)
+                return lambda samples: _join(join, first(samples), second(samples))
             case ast.Call(func=ast.Name(id="length"), args=[field], keywords=[]):
                 ragged = self._ragged_field(field)
-                return lambda samples: samples.lengths[ragged]
+                return lambda samples: samples.length(ragged)
             case _ if (name := _field_name(node)) is not None:
                 spec = self._indexed_field(name)
                 if spec.media_type == TEXT:
@@ -200,7 +258,7 @@ class Filter:
                 wide = "f8" if spec.dtype.kind == "f" else "i8"
                 if spec.dtype == np.uint64:
                     wide = "O"  # numbers of Python, as int64 would wrap round
-                return lambda samples: samples.values[spec.name].astype(wide)
+                return lambda samples: samples.value(spec.name).astype(wide)
         return self._unknown(node)
 
     def _ragged_field(self, node: ast.expr) -> str:
@@ -232,6 +290,60 @@ class Filter:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ConfigError(f"the filter {self._text!r:.200} cannot be used: {reason}")
+
+
+def _decided(condition: _Compute, samples: _Samples) -> npt.NDArray[np.bool_]:
+    """A condition, bool [k]; of constants it is one value for all."""
+    found = np.asarray(condition(samples), np.bool_)
+    return np.broadcast_to(found, samples.rows.shape)
+
+
+def _joined(parts: Sequence[_Compute], samples: _Samples, *, decisive: bool) -> Values:
+    """`or` if True is decisive, `and` if False is. Later parts see undecided samples only."""
+    outcome = np.full(samples.rows.shape, not decisive)
+    places = np.arange(len(samples.rows))
+    for part in parts:
+        is_decided = _decided(part, samples.part(places)) == decisive
+        outcome[places[is_decided]] = decisive
+        places = places[~is_decided]
+    return outcome
+
+
+def _divided(
+    division: ast.BinOp, join: _Join, first: _Compute, second: _Compute, samples: _Samples
+) -> Values:
+    """The result of `/`, `//` or `%`.
+
+    Raises:
+        _DividedByZero: the divisor of a sample is 0.
+    """
+    dividend, divisor = first(samples), second(samples)
+    is_zero = np.broadcast_to(np.asarray(divisor == 0, np.bool_), samples.rows.shape)
+    if is_zero.any():
+        raise _DividedByZero(int(samples.rows[is_zero.argmax()]), division)
+    return _join(join, dividend, divisor) if len(samples.rows) else np.empty(0)
+
+
+def _join(join: _Join, first: Values, second: Values) -> Values:
+    """A result of arithmetic or of a comparison."""
+    return np.asarray(join(*_alike(first, second, join)))
+
+
+def _alike(first: Values, second: Values, join: _Join) -> tuple[Values, Values]:
+    """Two operands, as arrays of objects if numpy would round or wrap integers."""
+    if {first.dtype.kind, second.dtype.kind} == {"i"} and join in _COMPARISONS.values():
+        return first, second
+    limit = _MAX_FACTOR if join is operator.mul else _MAX_EXACT
+    if _is_within(first, limit) and _is_within(second, limit):
+        return first, second
+    return first.astype(object), second.astype(object)
+
+
+def _is_within(values: Values, limit: int) -> bool:
+    """Whether there is no integer of this size or a larger one."""
+    if values.dtype.kind != "i" or not values.size:
+        return values.dtype.kind in "if"
+    return bool(-limit < values.min() and values.max() < limit)
 
 
 def _quoted(node: ast.expr) -> str | None:

@@ -54,7 +54,11 @@ WHOLE = [(5 * each, each % 7) for each in range(20)]
         ('value("class") not in ["b"] and score <= 2.5', lambda n: n % 2 == 0 and n / 4 <= 2.5),
         ('value("class") in (0, 1)', lambda n: True),
         ("text.present", lambda n: n % 3 > 0),
-        ("not text.present or score / 0 > -score", lambda n: n % 3 == 0 or n > 0),
+        ("not text.present or score * 1e999 > -score", lambda n: n % 3 == 0 or n > 0),
+        ("score < 9999999999999999999999 and score > -1e30", lambda n: True),
+        ("length(ids) != 0 and 5 // length(ids) > 1", lambda n: n % 7 in (1, 2)),
+        ("length(ids) == 0 or not 1 / length(ids) > 0.3", lambda n: n % 7 not in (1, 2, 3)),
+        ("0 < length(ids) < 6 / length(ids)", lambda n: n % 7 in (1, 2)),
         ("length(ids) % 2 == 1 and length(text) // 10 == 1", lambda n: n % 7 % 2 and n in (2, 3)),
     ],
 )
@@ -87,7 +91,12 @@ def test_what_an_expression_leaves(text: str, expected: Any) -> None:
         ("score ** 99 > 1", "does not belong there"),
         ("(lambda: 1)() == 1", "does not belong there"),
         ("score is 1", "`Is` does not belong there"),
-        ("score > 9999999999999999999999", "does not belong there"),
+        ("score > 9999999999999999999999", "leaves none of 20 samples"),
+        ("1 / score > 1", "`1 / score` divides by 0 in sample 0 of all.*`score != 0 and`"),
+        ("5 % length(ids) == 1", "`5 % length\\(ids\\)` divides by 0 in sample 0 of all"),
+        ("length(ids) >= 1 and 1 / (length(ids) - 4) > 1", "divides by 0 in sample 4 of all"),
+        ("score / 0 > -score", "divides by 0"),
+        ("score < 1 / 0", "divides by 0"),
         ("[score][0] > 1", "does not belong there"),
         ("not " * 400 + "text.present", "at most 1000"),
         ("(" * 480 + "score" + ")" * 480 + " > 1", "no expression|too many"),
@@ -105,25 +114,76 @@ def test_nothing_is_read_for_a_filter_that_calls_what_there_is_not() -> None:
     assert not asked_of("text == 'x' and size(text) > 3", FIELDS)
 
 
-@pytest.mark.parametrize("text", ["hash % 100 < 50", "hash >= 1", "hash - 1 < hash", "-hash < 0"])
-def test_unsigned_numbers_of_64_bits_are_compared_as_python_compares_them(text: str) -> None:
-    values = np.array([1, 5, (1 << 63) - 1, 1 << 63, (1 << 64) - 51, (1 << 64) - 1], np.uint64)
-    field = FieldSpec("hash", values.dtype, (), ragged=False, codec="indexed")
-    nothing = np.zeros((len(values), 0), np.int64)
-    index = SampleTable([field], [len(values)], nothing, nothing, identity=b"", indexed=[values])
-    passes = Filter(text, index.fields, ["hash"])
-    wanted = [eval(text, {"hash": value}) for value in values.tolist()]
-    assert passes(index.locate(np.arange(len(values)))).tolist() == wanted
+HASHES = np.array([1, 5, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 51, 2**64 - 1], np.uint64)
+IDS = np.array([-(2**63), -(2**62) - 1, -1, 2, 2**53 + 1, 2**62, 2**63 - 1], np.int64)
 
 
-def test_a_division_of_unsigned_numbers_by_0_is_refused() -> None:
-    field = FieldSpec("hash", np.dtype(np.uint64), (), ragged=False, codec="indexed")
-    nothing = np.zeros((1, 0), np.int64)
-    index = SampleTable(
-        [field], [1], nothing, nothing, identity=b"", indexed=[np.ones(1, np.uint64)]
-    )
-    with pytest.raises(ConfigError, match="it divides by 0"):
-        Filter("hash % 0 == 1", index.fields, ["hash"])(index.locate(np.arange(1)))
+def passes(text: str) -> list[bool]:
+    """The outcome of a filter for each of `HASHES` and `IDS`."""
+    fields = [
+        FieldSpec(name, values.dtype, (), ragged=False, codec="indexed")
+        for name, values in (("hash", HASHES), ("id", IDS))
+    ]
+    nothing = np.zeros((len(IDS), 0), np.int64)
+    index = SampleTable(fields, [len(IDS)], nothing, nothing, identity=b"", indexed=[HASHES, IDS])
+    left: list[bool] = Filter(text, fields, ["hash", "id"])(
+        index.locate(np.arange(len(IDS)))
+    ).tolist()
+    return left
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hash % 100 < 50",
+        "hash >= 1",
+        "hash - 1 < hash",
+        "-hash < 0",
+        "hash < 9223372036854775808",
+        "9223372036854775807 < hash <= 18446744073709551564",
+        "hash in [18446744073709551615, 9007199254740993]",
+        "hash < 18446744073709551616",
+        "hash < 99999999999999999999999999",
+        "hash > -9223372036854775808",
+        "hash > id",
+        "hash - 9223372036854775808 == id + 1",
+        "hash / 3 > 3074457345618258602",
+        "id >= -9223372036854775808",
+        "id > -9223372036854775808",
+        "id < 9223372036854775807",
+        "id < 9223372036854775808",
+        "id == 9007199254740993",
+        "id == 9007199254740992.0",
+        "id > 4611686018427387903.5",
+        "id < 1e18",
+        "-id > 0",
+        "id * 3 > 0",
+        "id + id < 0",
+        "id - 1 < id",
+        "id // -1 < 0",
+        "id % 1000003 == 2",
+        "id * 0.5 < 0",
+        "9223372036854775807 + 1 > id",
+        "-9223372036854775808 - 1 < id",
+        "hash * id * hash > 1e60",
+    ],
+)
+def test_integers_of_64_bits_are_computed_as_python_computes_them(text: str) -> None:
+    pairs = zip(HASHES.tolist(), IDS.tolist(), strict=True)
+    assert passes(text) == [eval(text, {"hash": hash_, "id": id_}) for hash_, id_ in pairs]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("hash % 0 == 1", "divides by 0 in sample 0 of all"),
+        ("1 // (hash - 9223372036854775808) == 1", "divides by 0 in sample 4 of all"),
+        (f"{'hash * ' * 30} 0.5 > 1", "cannot be computed: int too large to convert to float"),
+    ],
+)
+def test_what_python_cannot_compute_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        passes(text)
 
 
 def test_renamed_fields_have_their_new_names() -> None:
