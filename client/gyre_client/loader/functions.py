@@ -186,6 +186,16 @@ def _learnt(
                 f"{where}: max_length names {name!r}, and the function returns no sequence of that "
                 f"name (got {', '.join(sorted(found))})"
             )
+    for name, (_, shape) in found.items():
+        if 0 in shape[name in lengths :]:
+            remedy = "Return at least one element for each sample"
+            if 0 not in shape[1:]:
+                remedy = (
+                    f"If its length varies, pass max_length={{{name!r}: N}}; None has it measured"
+                )
+            raise InvalidRequest(
+                f"{where}: {name!r} is {shape} for the sample that fields are learnt from. {remedy}"
+            )
     return {
         name: {"dtype": dtype, "shape": [_VARIES, *shape[1:]] if name in lengths else shape}
         for name, (dtype, shape) in found.items()

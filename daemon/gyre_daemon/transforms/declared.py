@@ -145,8 +145,10 @@ class TransformWorkers:
                 answer, reason = await self._ask(packet, max(self._deadline_s, _MIN_LOAD_S))
                 took_s = min(time.monotonic() - began_s, _MOST_DESCRIBED_IN_S)
                 self._described_in_s += (took_s - self._described_in_s) / 8
-            with contextlib.suppress(msgspec.MsgspecError):
+            try:
                 return DESCRIBED_DECODER.decode(answer or b"")
+            except msgspec.MsgspecError as error:  # foreign code says which fields it makes
+                reason = reason or str(error)
             if reason.startswith("it took"):
                 break
         return Described(f"the transforms cannot be loaded: {reason}")

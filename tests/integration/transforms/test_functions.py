@@ -198,6 +198,21 @@ def test_what_is_no_result_is_told(data: Path) -> None:
         load(data, lambda sample: {"text": "words"})
 
 
+def test_an_empty_first_sample_needs_a_declared_length(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("\nab\n")
+    whole: Any = {"name": lambda sample: sample, "max_length": {"text": 3}}
+    (batch,) = load(tmp_path / "lines.txt", whole, batch_size=2)
+    assert batch["text"].tolist() == [[0, 0, 0], [97, 98, 0]]
+    with pytest.raises(InvalidRequest, match=r"'text' is \[0\] for .* max_length=\{'text': N\}"):
+        load(tmp_path / "lines.txt", lambda sample: sample)
+    wide: Any = {
+        "name": lambda sample: {"x": np.zeros((2, len(sample["text"])))},
+        "max_length": {"x": 3},
+    }
+    with pytest.raises(InvalidRequest, match=r"'x' is \[2, 0\] for .* at least one element"):
+        load(tmp_path / "lines.txt", wide)
+
+
 def test_a_shared_daemon_runs_none(data: Path, gyred: StartDaemon) -> None:
     daemon = gyred({"datasets": {"lines": {"uri": str(data)}}})
     with pytest.raises(InvalidRequest, match="a shared daemon runs no functions"):

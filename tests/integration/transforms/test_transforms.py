@@ -355,21 +355,35 @@ def test_a_definition_with_an_unknown_transform_is_refused_at_the_start(
     assert "datasets.cropped: transforms[0]: this daemon runs no code that" in refused.stderr
 
 
+EMPTY = """
+import numpy as np
+from gyre_daemon.transforms import Field
+from probe_transforms import Draw
+
+class Empty(Draw):
+    def outputs(self, fields):
+        return {"empty": Field(np.dtype(np.float64), (0, 3))}
+"""
+
+
 def test_a_private_daemon_runs_classes_of_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path / "packages")))
+    packages = install(tmp_path / "packages")
+    (packages / "empty.py").write_text(EMPTY)
+    monkeypatch.setenv("PYTHONPATH", str(packages))
     data = tmp_path / "data"
     data.mkdir()
     np.arange(800, dtype=np.uint16).tofile(data / "a.bin")
-    with Loader(
-        data,
-        format="tokens",
-        options={"dtype": "uint16", "sequence_length": 8},
-        batch_size=4,
-        transform=[{"name": "probe_transforms:Draw"}],
-    ) as source:
+    arguments: dict[str, Any] = {
+        "format": "tokens",
+        "options": {"dtype": "uint16", "sequence_length": 8},
+        "batch_size": 4,
+    }
+    with Loader(data, **arguments, transform=[{"name": "probe_transforms:Draw"}]) as source:
         batch = next(source)
+        with pytest.raises(ConfigError, match=r"cannot be loaded: Expected `int` >= 1 .*shape"):
+            Loader(data, **arguments, transform=[{"name": "empty:Empty"}])
     assert batch["first"].dtype == torch.int64 or batch["first"].dtype == torch.uint16
     assert_array_equal(batch["first"], batch["tokens"][:, 0])
     assert "probe_transforms" not in sys.modules
