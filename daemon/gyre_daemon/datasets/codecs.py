@@ -192,6 +192,19 @@ def has_checks(spec: FieldSpec) -> bool:
     return spec.codec not in ("bytes", "indexed", "default")
 
 
+def misfit_reason(spec: FieldSpec, num_bytes: int) -> str:
+    """Why so many stored bytes cannot be such a field; see `Codec.misfits`."""
+    stored = spec.cast_from[0] if spec.cast_from else spec.codec
+    if stored not in ("integer", "number"):
+        return f"its {num_bytes} bytes cannot be read as {stored}"
+    if num_bytes:
+        return f"its {num_bytes} characters are no number; one has at most {MAX_NUMBER_CHARS}"
+    reason = "its text is empty, which is no number"
+    if spec.cast_from:
+        reason += ". In CSV, `types` in place of `cast` makes empty cells 0, and not present"
+    return reason
+
+
 def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> memoryview:
     """Check the stored bytes of one sample as they are checked when it is served.
 
@@ -209,7 +222,7 @@ def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> memoryvie
     codec = CODECS[spec.codec]
     sizes = np.array([len(stored)]), np.array([reserved])
     if codec.misfits(*sizes)[0]:
-        raise ValueError(f"its {len(stored)} bytes cannot be read as {spec.codec}")
+        raise ValueError(misfit_reason(spec, len(stored)))
     before = int(codec.scratch_bytes(*sizes)[0]) if codec.scratch_bytes else 0
     destination = memoryview(bytearray(reserved))
     destination[: len(stored) - before] = stored[before:]

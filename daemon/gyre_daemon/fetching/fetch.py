@@ -21,7 +21,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gyre_daemon.datasets.codecs import CODECS, Codec
+from gyre_daemon.datasets.codecs import CODECS, Codec, misfit_reason
 from gyre_daemon.datasets.dataset import Dataset, Packed
 from gyre_daemon.datasets.formats import Extents, FieldSpec, indexed_fields, stored_fields
 from gyre_daemon.errors import CorruptSample
@@ -550,11 +550,9 @@ class Fetcher:
 
     def misfit(self, samples: Samples, sample: int, column: int) -> CorruptSample:
         """The error for stored bytes that cannot be a field of this kind."""
-        num_bytes = samples.extents.size[sample, column]
+        num_bytes = int(samples.extents.size[sample, column])
         spec, _ = list(self.stored[column].of_each(samples))[sample]
-        return self.corrupt(
-            samples, sample, column, f"its {num_bytes} bytes cannot be read as {spec.codec}"
-        )
+        return self.corrupt(samples, sample, column, misfit_reason(spec, num_bytes))
 
 
 def _runs(begins: Int64Array, ends: Int64Array) -> Iterator[tuple[int, int]]:

@@ -113,6 +113,39 @@ def test_what_cannot_be_is_refused(
         batch(folder / "parquet", **options)
 
 
+def test_numbers_of_text_are_finite_or_not(tmp_path: Path) -> None:
+    values = [1.5, np.nan, np.inf, -np.inf]
+    np.savetxt(tmp_path / "a.csv", values, header="x", comments="")
+    with (tmp_path / "a.csv").open("a") as file:
+        file.write("-Infinity\n+INF\n -nan\n-1.5E-2\n")
+    wanted = [*values, -np.inf, np.inf, np.nan, -0.015]
+    for options, dtype in (("types", "float64"), ("cast", "float16")):
+        with Loader(tmp_path / "a.csv", batch_size=8, options={options: {"x": dtype}}) as loader:
+            (it,) = loader
+            found = it["x"][it["sample_id"].argsort()].to(torch.float64)
+        torch.testing.assert_close(
+            found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True, rtol=1e-3, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("cell", "options", "sentence"),
+    [
+        ("1e999", {"types": {"x": "float64"}}, "b'1e999' does not fit into float64"),
+        ("infinite", {"types": {"x": "float64"}}, "b'infinite' is no decimal number"),
+        ("", {"cast": {"x": "int32"}}, "its text is empty, which is no number. In CSV, `types`"),
+        ("1" * 65, {"types": {"x": "int64"}}, "its 65 characters are no number; one has at most"),
+        ("inf", {"cast": {"x": "int64"}}, "b'inf' is no decimal number"),
+    ],
+)
+def test_text_that_is_no_number_is_told(
+    cell: str, options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(f"y,x\n0,{cell}\n")
+    with pytest.raises(CorruptSample, match=sentence):
+        batch(tmp_path / "a.csv", **options)
+
+
 def test_a_cursor_does_not_fit_other_dtypes(folder: Path) -> None:
     with Loader(folder / "csv", batch_size=5, options={"cast": {"score": "float32"}}) as loader:
         one = loader.fingerprint

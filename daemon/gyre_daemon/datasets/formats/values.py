@@ -24,7 +24,9 @@ _ESCAPES = re.compile(
     rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 _INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
-_NUMBER = re.compile(rb"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*|\s*nan\s*", re.I)
+_NUMBER = re.compile(
+    rb"\s*[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|nan|(inf(inity)?))\s*", re.I
+)
 
 
 def check_text(data: bytes | memoryview) -> None:
@@ -131,15 +133,16 @@ def parse_integer(text: bytes) -> int:
 
 
 def parse_number(text: bytes) -> float:
-    """A decimal number, perhaps with a fraction and an exponent.
+    """A decimal number, perhaps with a fraction and an exponent, or `nan`, `inf` or `infinity`.
 
     Raises:
         ValueError: the text is no such number, or beyond float64.
     """
-    if len(text) > MAX_NUMBER_CHARS or not _NUMBER.fullmatch(text):
+    found = None if len(text) > MAX_NUMBER_CHARS else _NUMBER.fullmatch(text)
+    if not found:
         raise ValueError(f"{text[: MAX_NUMBER_CHARS + 1]!r} is no decimal number")
     value = float(text)
-    if math.isinf(value):
+    if math.isinf(value) and not found[4]:
         raise ValueError(f"{text!r} does not fit into float64")
     return value
 
