@@ -170,7 +170,11 @@ def test_values_are_those_of_json(
         (b'{"a": 1}\n{"a": NaN}', 9, r"line 2 is no JSON object"),
         (b'{"a": 1}\n\r\n{"a": "x"}', 11, r"'a' has an integer in line 1, text in line 3, .* JSON"),
         (b'{"a": [1]}\n{"a": ["x"]}', 11, r"a list of integers in line 1, an object or another"),
-        (b'\n{"a": 12345678901234567890}', 1, "line 2: .* does not fit into int64"),
+        (
+            b'\n{"a": 12345678901234567890}',
+            1,
+            "line 2: .* does not fit into int64. Set `types`",
+        ),
         (b'{"a": 1}\n{"a": [12345678901234567890]}', 9, "line 2: .* does not fit into int64"),
         (b'\xef\xbb\xbf\n{"a": 1e400}', 4, "line 2: .* out of range"),
         (b'{"a": [1e400]}', 0, "out of range"),
@@ -209,6 +213,12 @@ def test_a_line_that_is_damaged_after_it_was_indexed_is_named(is_compressed: boo
     with pytest.raises(DamagedPart, match=r"line 5 is no JSON object") as caught:
         decode_all([damaged], index)
     assert caught.value.offset == (0 if is_compressed else damaged.index(b'{"a": 3]'))
+
+
+def test_integers_of_any_size_are_served_as_json() -> None:
+    rows = [{"a": 10**30, "b": [1, -(10**30)]}, {"a": 1, "b": [2]}]
+    _, found = served([lines(rows)], types={"a": "json", "b": "json"})
+    assert found == [[row["a"], row["b"]] for row in rows]
 
 
 def test_types_decide_where_values_do_not() -> None:

@@ -382,14 +382,14 @@ class _Seen:
         assert column.present is not None
         self.present[place] = column.present
 
-    def add(self, place: int, raws: Sequence[bytes], where: _Where) -> None:
+    def add(self, place: int, raws: Sequence[bytes], where: _Where, *, as_json: bool) -> None:
         """Take the values of a chunk, or refuse one that cannot be served."""
         sizes = []
         for row, raw in enumerate(raws):
             num_bytes = 0
             if raw != _NULL:
                 try:
-                    written, num_bytes = _seen(raw)
+                    written, num_bytes = _seen(raw, as_json=as_json)
                 except (ValueError, msgspec.DecodeError) as error:
                     line = where(row)
                     raise DamagedPart(f"{line.name}: {_reason(raw, error)}", line.offset) from error
@@ -409,8 +409,12 @@ class _Seen:
         return Column(_NOTHING, ends, self.present[place])
 
 
-def _seen(raw: bytes) -> tuple[_Written, int]:
-    """The kind of a value, and the bytes that it takes as text or as a list of numbers."""
+def _seen(raw: bytes, *, as_json: bool) -> tuple[_Written, int]:
+    """The kind of a value, and the bytes that it takes as text or as a list of numbers.
+
+    Raises:
+        ValueError: it is no JSON, or has an integer beyond int64 and is not served as JSON.
+    """
     value = msgspec.json.decode(raw)
     if isinstance(value, str):
         return "text", len(value.encode())
@@ -420,17 +424,20 @@ def _seen(raw: bytes) -> tuple[_Written, int]:
         kinds = set(map(type, value))
         if not value or not kinds <= {int, float}:
             return "other" if value else "empty", 0
-        _check_integers([each for each in value if type(each) is int])
+        if not as_json:
+            _check_integers([each for each in value if type(each) is int])
         return "floats" if float in kinds else "list", len(value) * _INT64.itemsize
     if isinstance(value, int):
-        _check_integers([value])
+        if not as_json:
+            _check_integers([value])
         return "integer", 0
     return ("float", 0) if isinstance(value, float) else ("other", 0)
 
 
 def _check_integers(values: Sequence[int]) -> None:
     if values and not -(1 << 63) <= min(values) <= max(values) < 1 << 63:
-        raise ValueError(f"a number as {max(values, key=abs)} does not fit into int64")
+        largest = str(max(values, key=abs))
+        raise ValueError(f'{largest:.50} does not fit into int64. Set `types` of its key to "json"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,9 +543,11 @@ class JsonColumns:
                 f"the objects have more than {_MAX_COLUMNS} keys; leave `columns` out, and parse "
                 "the documents where you need them"
             )
+        types = dict(self.types)
         for key in [key for _, key in self.pairs if key in its] if self.pairs else its:
             raws = [bytes(row[key]) if key in row else _NULL for row in rows]
-            columns.setdefault(key, _Seen()).add(place, raws, where)
+            as_json = types.get(key) == "json"
+            columns.setdefault(key, _Seen()).add(place, raws, where, as_json=as_json)
         return self._typed(columns)
 
     def _typed(self, columns: Mapping[str, _Seen]) -> "TypedLines | None":
