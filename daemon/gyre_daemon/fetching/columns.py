@@ -473,7 +473,10 @@ class _StoredField:
                 layout = self._layouts.make(plan, its.tensor_bytes)
                 memory = np.empty(layout.num_bytes, np.uint8)
                 fetch = Fetch(plan, its, layout)
-                await self._fetcher.fill(fetch, Staging.of(memory), Claims(self._flow, 0))
+                try:
+                    await self._fetcher.fill(fetch, Staging.of(memory), Claims(self._flow, 0))
+                except* CorruptSample as errors:
+                    raise self._unsound(first_error(errors)) from errors
                 found += [memory[at:end] for at, end in layout.destinations[:, 0].tolist()]
                 advance(end - begin)
         if not self._is_text:  # sidecars have no floating-point numbers
@@ -505,6 +508,14 @@ class _StoredField:
         int64 = np.dtype(np.int64)
         spec = FieldSpec(name, int64, (), ragged=False, codec="indexed", categories=categories)
         return Column(replace(spec, media_type=TEXT), codes.astype(int64))
+
+    def _unsound(self, error: BaseException) -> CorruptSample:
+        """The error with its remedy: without its value, no sample is known to be left or not."""
+        remedy = (
+            f"A filter compares {self._spec.name!r:.100}, so all its values must be sound, also "
+            'with on_corrupt = "replace". Repair those that `gyre lint` names, or filter by lengths'
+        )
+        return CorruptSample(f"{error}. {remedy}", getattr(error, "facts", {}))
 
     def _too_many(self) -> ConfigError:
         return ConfigError(

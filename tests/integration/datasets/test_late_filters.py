@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_client.errors import ConfigError
+from gyre_client.errors import ConfigError, CorruptSample
 from gyre_client.transport.channel import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
@@ -195,6 +195,43 @@ def test_lengths_that_transforms_make_are_compared(gyred: StartDaemon, folder: P
     with Loader("made", batch_size=2, address=daemon.address, pack=pack) as loader:
         found = [batch["tokens"] for batch in loader]
     assert sum(int((each == 256).sum()) for each in found) == len(expected)
+
+
+def test_a_corrupt_value_that_a_filter_compares_is_never_replaced(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text("id,n\n0,7\n1,seven\n2,70\n3,700\n")
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for each in range(4000):
+            file.write(json.dumps({"id": each, "n": 7, "text": "x" * 40}) + "\n")
+            file.write('{"id": 1, "n": 7, "text": "x\n' * (each == 2000))
+    pq.write_table(
+        pa.table({"id": range(4), "n": [7, 700, 70, 7], "text": ["a", "b", "c", "d"]}),
+        tmp_path / "a.parquet",
+        row_group_size=2,
+    )
+    keys: dict[str, dict[str, Any]] = {
+        "csv": {"types": {"id": "int64", "n": "int64"}},
+        "jsonl": {"columns": ["id", "n", "text"]},
+        "parquet": {"cast": {"n": "uint8"}},
+    }
+    datasets = {
+        f"{name}-{way}": {
+            "uri": str(tmp_path / f"a.{name}"),
+            "on_corrupt": "replace",
+            "max_corrupt": 0.5,
+            "filter": text,
+            **its,
+        }
+        for name, its in keys.items()
+        for way, text in (("column", "n < 71"), ("index", "1 == 1"))
+    }
+    daemon = gyred({"datasets": datasets})
+    for name, place in (("csv", "sample 1"), ("jsonl", "line"), ("parquet", "sample 1")):
+        remedy = rf"{place}.*A filter compares 'n', .*on_corrupt = \"replace\".*gyre lint"
+        with pytest.raises(CorruptSample, match=remedy):
+            Loader(f"{name}-column", batch_size=1, address=daemon.address)
+        assert ids(daemon.address, f"{name}-index")
 
 
 def test_columns_under_one_name_are_filtered_apart(gyred: StartDaemon, folder: Path) -> None:
