@@ -191,7 +191,8 @@ def _learnt(
             remedy = "Return at least one element for each sample"
             if 0 not in shape[1:]:
                 remedy = (
-                    f"If its length varies, pass max_length={{{name!r}: N}}; None has it measured"
+                    "If its length varies, pass {'name': function, 'max_length': "
+                    f"{{{name!r}: N}}}}; None for N has the lengths measured"
                 )
             raise InvalidRequest(
                 f"{where}: {name!r} is {shape} for the sample that fields are learnt from. {remedy}"

@@ -203,7 +203,9 @@ def test_an_empty_first_sample_needs_a_declared_length(tmp_path: Path) -> None:
     whole: Any = {"name": lambda sample: sample, "max_length": {"text": 3}}
     (batch,) = load(tmp_path / "lines.txt", whole, batch_size=2)
     assert batch["text"].tolist() == [[0, 0, 0], [97, 98, 0]]
-    with pytest.raises(InvalidRequest, match=r"'text' is \[0\] for .* max_length=\{'text': N\}"):
+    with pytest.raises(
+        InvalidRequest, match=r"'text' is \[0\] for .* 'max_length': \{'text': N\}\}"
+    ):
         load(tmp_path / "lines.txt", lambda sample: sample)
     wide: Any = {
         "name": lambda sample: {"x": np.zeros((2, len(sample["text"])))},
