@@ -25,7 +25,7 @@ class _LoaderTrainer:
     """Reads Loaders in place of datasets that TRL prepares; their states are in checkpoints.
 
     TRL takes nothing but `datasets` at its start, and has no argument for data that is prepared
-    already. So it prepares one row instead, and the Loader takes the row's place before the first
+    already. So it prepares one row instead, and the Loaders take the row's place before the first
     step.
     """
 
@@ -62,8 +62,9 @@ class _LoaderTrainer:
                 )
         rows = Dataset.from_list([self._row])
         super().__init__(  # type: ignore[call-arg]
-            model=model, args=args, train_dataset=rows, callbacks=[LoaderState(), *callbacks],
-            **arguments,
+            model=model, args=args, train_dataset=rows,
+            eval_dataset=None if eval_dataset is None else rows,
+            callbacks=[LoaderState(), *callbacks], **arguments,
         )  # fmt: skip
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.args: Any

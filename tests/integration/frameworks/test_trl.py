@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,26 @@ def in_order(loader: Loader) -> list[int]:
         return [number for batch in loader for number in batch["sample_id"].tolist()]
 
 
+# The highest loss counts as the best one, so the best model is not the last one.
+KEEP_THE_WORST_MODEL: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+    "greater_is_better": True,
+    "learning_rate": 0.01,
+}
+
+
+def check_evaluations(trainer: Any) -> None:
+    """Train with an evaluation in each step; afterwards the model is the best one by its loss."""
+    trainer.train()
+    found = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+    assert len(found) == 2 * NUM_SAMPLES // BATCH_SIZE
+    assert max(found) > found[-1]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(found), rel=1e-5)
+
+
 def conversations() -> list[dict[str, Any]]:
     return [
         {
@@ -137,6 +159,18 @@ def test_a_fine_tuning_has_the_losses_of_trl_on_the_same_rows(
     assert evaluated > 0
 
 
+def test_a_fine_tuning_is_evaluated_and_the_best_model_kept(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "talks.jsonl", conversations())
+    chat = {"name": "chat", "field": "json", "tokenizer": str(tmp_path / "tokenizer.json")}
+    args = arguments(trl.SFTConfig, tmp_path / "run", **KEEP_THE_WORST_MODEL)
+    data: dict[str, Any] = {"batch_size": BATCH_SIZE, "tail": "drop", "transform": [chat]}
+    with Loader(path, **data) as train, Loader(path, restart=True, **data) as held_out:
+        trainer = SFTTrainer(
+            model(), args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
+        )
+        check_evaluations(trainer)
+
+
 def test_packed_documents_do_not_see_each_other(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "texts.jsonl", [{"text": words(n)} for n in range(NUM_SAMPLES)])
     tokenize = {
@@ -162,14 +196,17 @@ def test_packed_documents_do_not_see_each_other(tokenizer: Any, tmp_path: Path) 
     torch.testing.assert_close(together[:, starts[1] : starts[2]], first)
 
 
-def test_preferences_have_the_losses_of_trl_on_the_same_rows(
-    tokenizer: Any, tmp_path: Path
-) -> None:
-    rows = [
+def preferences() -> list[dict[str, Any]]:
+    return [
         {"prompt": words(n) + "\n", "chosen": words(n + 1), "rejected": words(n + 2)}
         for n in range(NUM_SAMPLES)
     ]
-    path = write(tmp_path / "pairs.jsonl", rows)
+
+
+@pytest.fixture
+def preference_loader(tokenizer: Any, tmp_path: Path) -> Callable[..., Loader]:
+    """Makes Loaders over the preferences."""
+    path = write(tmp_path / "pairs.jsonl", preferences())
     tokenize = {"name": "tokenize", "tokenizer": str(tmp_path / "tokenizer.json")}
     answer = {**tokenize, "special_tokens": False, "end": 1}
     transform = [
@@ -177,19 +214,23 @@ def test_preferences_have_the_losses_of_trl_on_the_same_rows(
         {**answer, "field": "chosen", "to": "chosen_ids"},
         {**answer, "field": "rejected", "to": "rejected_ids"},
     ]
+    arguments: dict[str, Any] = {"options": {"columns": ["*"]}, "transform": transform}
+    return partial(Loader, path, batch_size=BATCH_SIZE, tail="drop", format="jsonl", **arguments)
 
-    def loader(**more: Any) -> Loader:
-        options = {"columns": ["*"]}
-        arguments = {"options": options, "transform": transform, **more}
-        return Loader(path, batch_size=BATCH_SIZE, tail="drop", format="jsonl", **arguments)
 
+def test_preferences_have_the_losses_of_trl_on_the_same_rows(
+    preference_loader: Callable[..., Loader], tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = preferences()
     args = arguments(trl.DPOConfig, tmp_path / "ours")
-    with loader() as train:
+    with preference_loader() as train:
         trainer = DPOTrainer(
             model(), args, ref_model=model(), train_dataset=train, processing_class=tokenizer
         )
         ours = losses(trainer)
-    sorted_rows = Dataset.from_list([rows[number] for number in in_order(loader(epochs=2))])
+    sorted_rows = Dataset.from_list(
+        [rows[number] for number in in_order(preference_loader(epochs=2))]
+    )
     args = arguments(trl.DPOConfig, tmp_path / "theirs")
     args.num_train_epochs = 1
     theirs = trl.DPOTrainer(
@@ -197,6 +238,22 @@ def test_preferences_have_the_losses_of_trl_on_the_same_rows(
     )
     theirs._get_train_sampler = lambda *_: None
     assert ours == pytest.approx(losses(theirs), rel=1e-3)
+
+
+def test_preferences_are_evaluated_and_the_best_model_kept(
+    preference_loader: Callable[..., Loader], tokenizer: Any, tmp_path: Path
+) -> None:
+    args = arguments(trl.DPOConfig, tmp_path / "run", **KEEP_THE_WORST_MODEL)
+    with preference_loader() as train, preference_loader(restart=True) as held_out:
+        trainer = DPOTrainer(
+            model(),
+            args,
+            ref_model=model(),
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+        )
+        check_evaluations(trainer)
 
 
 def test_what_trl_would_prepare_is_refused(tokenizer: Any, tmp_path: Path) -> None:
