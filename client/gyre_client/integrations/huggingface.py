@@ -4,10 +4,11 @@ Trainer(model, args, train_dataset=loader, callbacks=[LoaderState()])
 """
 
 import base64
+import functools
 import logging
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from gyre_client.loader.loader import Loader
@@ -35,8 +36,9 @@ class LoaderState(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Makes the Trainer skip no batches by itself."""
+        """Makes the Trainer skip no batches by itself, and resume with its own batch size."""
         args.ignore_data_skip = True
+        _wrap_trainer()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -75,6 +77,27 @@ class LoaderState(TrainerCallback, ExportableState):
         """Returns the Trainer's checkpoint of the loader."""
         cursor = b"" if self._loader is None else self._loader.state_dict()["cursor"]
         return {"args": {}, "attributes": {"cursor": base64.b64encode(cursor).decode()}}
+
+
+def _wrap_trainer() -> None:
+    """Makes Trainers over Loaders resume with the batch size of their arguments.
+
+    transformers 4 takes that of the checkpoint, which differs on another number of ranks. It calls
+    no callback before it asks for the DataLoader, and has no public name for the number in use.
+    """
+    get = Trainer.get_train_dataloader
+    if hasattr(get, "knows_gyre"):
+        return
+
+    @functools.wraps(get)
+    def get_train_dataloader(self: Any) -> Any:
+        # auto_find_batch_size tries smaller ones, which a Loader refuses
+        if isinstance(self.train_dataset, Loader) and not self.args.auto_find_batch_size:
+            self._train_batch_size = self.args.train_batch_size
+        return get(self)
+
+    get_train_dataloader.knows_gyre = True  # type: ignore[attr-defined]
+    Trainer.get_train_dataloader = get_train_dataloader
 
 
 def _done(loader: Loader, args: TrainingArguments, state: TrainerState) -> float:

@@ -51,7 +51,7 @@ def trained(
     arguments = {"learning_rate": 0.05, "save_steps": 1, "max_steps": NUM_STEPS} | arguments
     args = TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=3,
+        per_device_train_batch_size=6 // dist.get_world_size(),
         per_device_eval_batch_size=3,
         logging_steps=1,
         report_to=[],
@@ -130,3 +130,19 @@ def test_neither_steps_nor_evaluations_make_all_logits(ranks: StartRanks, tmp_pa
     assert num_large == 0
     assert len(losses) == NUM_STEPS
     assert losses == others
+
+
+def evaluated(folder: Path, checkpoint: str | None) -> list[float]:
+    """The losses of an evaluation in each step."""
+    with torchrun():
+        model = llama()
+        rotate_all(model, mesh=make_mesh("cpu"))
+        return trained(model, folder, resume=checkpoint, eval_strategy="steps", eval_steps=1)
+
+
+def test_other_ranks_resume_with_their_own_batch_size(ranks: StartRanks, tmp_path: Path) -> None:
+    """Three ranks take two samples of a step each, as two took three."""
+    whole = ranks(2).run(evaluated, tmp_path / "run", None)[0]
+    halfway = str(tmp_path / "run" / "checkpoint-2")
+    resumed = ranks(3).run(evaluated, tmp_path / "again", halfway)[0]
+    assert resumed == pytest.approx(whole, rel=1e-6)

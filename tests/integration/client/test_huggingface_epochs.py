@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.errors import InvalidRequest
 from gyre_client.integrations.huggingface import LoaderState
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
@@ -75,3 +76,14 @@ def test_steps_that_a_resumed_run_lacks_are_told(
     logged(tmp_path, numbers_file, 3, max_steps=3, resume=str(tmp_path / "checkpoint-2"))
     assert NUM_BATCHES % 3
     assert f"{NUM_BATCHES} batches, which gradient_accumulation_steps=3 does not" in caplog.text
+
+
+def test_a_wrong_batch_size_is_refused_on_a_resume_too(numbers_file: Path, tmp_path: Path) -> None:
+    """The checkpoint has the right one; the Trainer would take that in place of the argument."""
+    wrong = {"per_device_train_batch_size": BATCH_SIZE // 2}
+    with pytest.raises(InvalidRequest, match=f"per_device_train_batch_size={BATCH_SIZE} "):
+        logged(tmp_path, numbers_file, 1, **wrong)
+    logged(tmp_path, numbers_file, 1, max_steps=2)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    with pytest.raises(InvalidRequest, match=f"a batch size of {BATCH_SIZE // 2} is asked for"):
+        logged(tmp_path, numbers_file, 1, **wrong, resume=checkpoint)

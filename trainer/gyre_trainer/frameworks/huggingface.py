@@ -53,6 +53,15 @@ class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         prepare = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.accelerator.prepare_model = prepare
 
+    def get_train_dataloader(self) -> Any:
+        """The DataLoader; a resumed run has the batch size of its own arguments.
+
+        transformers 4 takes that of the checkpoint, which differs on another number of ranks.
+        """
+        if not self.args.auto_find_batch_size:
+            self._train_batch_size = self.args.train_batch_size  # has no public name
+        return super().get_train_dataloader()
+
     def compute_loss(
         self,
         model: Any,
