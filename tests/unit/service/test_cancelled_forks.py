@@ -9,6 +9,8 @@ from contextlib import suppress
 import pytest
 from gyre_daemon.workers.compute_workers import ComputeServer, Task
 
+from tests.contract.storage.engine import until
+
 
 def test_the_connection_stays_open_until_the_thread_has_sent_it(
     monkeypatch: pytest.MonkeyPatch,
@@ -33,9 +35,7 @@ def test_the_connection_stays_open_until_the_thread_has_sent_it(
             await starting
         goes_on.set()
         assert await asyncio.to_thread(has_ended.wait, 60)
-        async with asyncio.timeout(60):
-            while is_open(sent[0]):  # the loop is told by the thread
-                await asyncio.sleep(0.01)
+        await until(lambda: not is_open(sent[0]))
 
     asyncio.run(scene())
     assert len(sent) == 1

@@ -187,10 +187,11 @@ def _read(data: memoryview, start: int, chunks: Sequence[Chunk]) -> list[bytes]:
     stop = start + len(data) + shift
     footer = stop + -stop % BLOCK_BYTES
     moved = [chunk._replace(start=chunk.start + shift) for chunk in chunks]
+    end_of_file = _end_of_file(array_record_module.ArrayRecordWriter, moved, footer)
     file = os.memfd_create("gyre-records")
     try:
         _write(file, data, start + shift)
-        _write(file, _end_of_file(array_record_module.ArrayRecordWriter, moved, footer), footer)
+        _write(file, end_of_file, footer)
         # no threads: the bytes are in memory
         reader = array_record_module.ArrayRecordReader(f"/proc/self/fd/{file}", "max_parallelism:0")
         try:

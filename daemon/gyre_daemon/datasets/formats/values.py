@@ -61,7 +61,7 @@ def check_json(data: bytes | memoryview) -> None:
         except msgspec.DecodeError:
             _SKIPPING.decode(as_json(bytes(data)))
     except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"it is no JSON document: {error}") from error
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
 
@@ -155,7 +155,7 @@ def lossless_cast(values: npt.NDArray[Any], dtype: np.dtype[np.generic]) -> npt.
     """
     with np.errstate(all="ignore"):
         cast: npt.NDArray[Any] = values.astype(dtype)
-        if dtype.kind == "f":
+        if dtype.kind in "fc":
             is_lost = np.isinf(cast) & np.isfinite(values)
         else:
             is_lost = (cast.astype(values.dtype) != values) | ((cast < 0) != (values < 0))
