@@ -36,6 +36,7 @@ from gyre_trainer.layers.known_blocks import (
     KnownBlocks,
     has_code_of,
     is_of_known_class,
+    leave_fused_inference,
     rotate_known,
     suggested_rule,
 )
@@ -488,6 +489,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     name_modules(module)
     require_equal_models(module, target.mesh)
     call_every_expert(module)
+    leave_fused_inference(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
     if target.policy.recomputes:
         recompute_norms(module)

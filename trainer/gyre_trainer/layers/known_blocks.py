@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from gyre_trainer.errors import RotationError
@@ -307,8 +308,6 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     A module of an unknown kind is left as it is. A subclass with another forward is not of its
     parent's kind, and neither is a layer whose weight is computed from others.
     """
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0  # torch's fused inference would read whole parameters
     if is_transposed_linear(module):
         shard_own(module, ReadRule(module.get_parameter("weight").numel()), target)
         return True
@@ -333,6 +332,19 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         case _:
             wrap(module, _rule_of(module), target)
     return True
+
+
+def leave_fused_inference(model: nn.Module) -> None:
+    """Switch torch's fused inference off in encoders with layers that rotate.
+
+    It would read whole parameters, and pass nested tensors, without padding, from layer to layer.
+    """
+    for module in model.modules():
+        if any(isinstance(each, DTensor) for each in module.parameters()):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
 
 
 def has_code_of(module: nn.Module, kind: type[nn.Module]) -> bool:
