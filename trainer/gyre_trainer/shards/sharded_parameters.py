@@ -268,6 +268,7 @@ def support_dtensors() -> None:
     handlers = dtensor_handlers()
     for operator in _DRAWS:
         handlers.setdefault(operator, _drawn)
+    handlers.setdefault(_aten._is_any_true.default, _any_here)
     handlers[_UNSCALE] = partial(_shards_first, handlers[_UNSCALE])
     DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
 
@@ -294,6 +295,11 @@ def _shards_first(
     grads, *others = args
     ordered = sorted(grads, key=lambda grad: not any(map(Placement.is_shard, grad.placements)))
     return of_torch(op_call, (ordered, *others), kwargs)
+
+
+def _any_here(op_call: Any, args: tuple[Any, ...], _kwargs: dict[str, object]) -> object:
+    """Whether this rank's shard has a true entry: anomaly detection asks for NaN in gradients."""
+    return op_call(shard_of(args[0]))
 
 
 _aten = torch.ops.aten
