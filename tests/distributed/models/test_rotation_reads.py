@@ -169,6 +169,21 @@ def test_writes_are_refused_by_name(ranks: StartRanks, change: str) -> None:
         assert found.startswith(f"0.table {words}")
 
 
+def apart_with_a_hook() -> float:
+    """How far a layer is off whose weight a hook computes from a large parameter."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.utils.spectral_norm(nn.Linear(520, 520))))
+    rotate_all(models[0], mesh=make_mesh("cpu"))
+    one, other = (model(torch.ones(1, 520)).detach() for model in models)
+    return float((one - other).abs().max())
+
+
+def test_a_hook_reads_the_parameter_that_it_computes_from(ranks: StartRanks) -> None:
+    assert max(ranks(2).run(apart_with_a_hook)) <= 1e-5
+
+
 def test_states_go_to_other_numbers_of_ranks_and_to_fsdp2(
     ranks: StartRanks, tmp_path: Path
 ) -> None:

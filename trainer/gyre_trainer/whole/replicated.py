@@ -42,6 +42,7 @@ from gyre_trainer.shards.sharded_parameters import (
 )
 from gyre_trainer.torch_internals import (
     BatchNorm,
+    hooks_of,
     parameters_of,
     storage_number,
     tree_leaves,
@@ -147,6 +148,8 @@ def reads_much(module: nn.Module, min_numel: int) -> bool:
     One that is tied to a module inside, as a head's bias may be, is that module's.
     """
     rule = ReadRule(min_numel)
+    if any(type(each).__module__.startswith("torch.nn.utils.") for each in hooks_of(module)):
+        return False  # such a hook reads them before the forward: weight_norm, spectral_norm, prune
     owned = [owner.get_parameter(last) for _, owner, last in own_parameters(module)]
     if not has_forward(module) or not any(map(rule.fits, owned)):
         return False
