@@ -90,13 +90,7 @@ class Output(nn.Module):
 def encoder(*, norm_first: bool, batch_first: bool, num_layers: int = 0) -> Case:
     activation = "gelu" if norm_first else "relu"
     layer = nn.TransformerEncoderLayer(
-        24,
-        6,
-        50,
-        dropout=0.0,
-        activation=activation,
-        norm_first=norm_first,
-        batch_first=batch_first,
+        24, 6, 50, 0.0, activation, norm_first=norm_first, batch_first=batch_first
     )
     x = torch.randn(BATCH, NUM_TOKENS, 24)
     stack = partial(nn.TransformerEncoder, enable_nested_tensor=not norm_first)
