@@ -64,7 +64,7 @@ demo: $(if $(wildcard $(STAMP)),,$(DEMO_STAMP))
 	$(IN_VENV) python examples/demo.py
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
-	@echo "Installing 40 packages into $(VENV): 65 MB, and torch: 190 MB as a CPU build, several GB as a CUDA build"
+	@echo "Installing 38 packages into $(VENV): 65 MB, and torch: 190 MB as a CPU build, several GB as a CUDA build"
 	@echo "(README.md says how to choose the build)."
 	@env -u PYTHONHOME -u PYTHONPATH $(PYTHON) -m venv $(VENV)
 	@$(SHOW_INSTALL) torch hatchling $(PIP_LINES)

@@ -231,7 +231,7 @@ def test_arrays_of_several_types_or_numbers_of_dims(other: Any) -> None:
             ("b.npy", array(np.zeros(3))[:-1]),
             r"member b\.npy has 151 bytes, its header declares an array of shape \[3\]",
         ),
-        (("a.json", b"{'a': 1}"), r"member a\.json: JSON is malformed"),
+        (("a.json", b"{'a': 1}"), r"member a\.json: it is no JSON document: JSON is malformed"),
         (("a.txt", b"\xff"), r"member a\.txt: 'utf-8' codec can't decode"),
     ],
 )
