@@ -15,6 +15,8 @@ import functools
 import os
 import stat
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -161,6 +163,56 @@ class Root(Struct, frozen=True):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         with _closing(self.open(folder, flags)) as descriptor, os.scandir(descriptor) as entries:
             yield entries
+
+
+# How long reads that overlap share an open folder. With more, they notice late that the folder is
+# another one, such as after a remount; a tenth of it would already bring most of what it saves.
+_SHARED_S = 1.0
+
+
+class _Opened(Struct, eq=False):
+    """An open folder, which its last holder closes; shared until a time."""
+
+    folder: contextlib.ExitStack
+    open_beneath: OpenBeneath
+    until_s: float
+    num_holders: int = 1
+
+
+class SharedRoot:
+    """A root that reads which overlap open once. Safe for several threads.
+
+    One that hangs keeps its folder to itself: the others open the folder that is there then.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[OpenBeneath]:
+        """See `Root.held`; what is opened may be the folder of a second ago."""
+        now = time.monotonic()
+        with self._lock:
+            opened = self._opened if self._opened and now < self._opened.until_s else None
+            if opened:
+                opened.num_holders += 1
+        if opened is None:  # without the lock, as it may hang
+            folder = contextlib.ExitStack()
+            opened = _Opened(folder, folder.enter_context(self._root.held()), now + _SHARED_S)
+            with self._lock:
+                self._opened = opened
+        try:
+            yield opened.open_beneath
+        finally:
+            with self._lock:
+                opened.num_holders -= 1
+                is_last = not opened.num_holders
+                if is_last and self._opened is opened:
+                    self._opened = None
+            if is_last:
+                opened.folder.close()
 
 
 class LocalFile(Struct, frozen=True):

