@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from gyre_daemon.workers.compute_workers import ComputeServer, Task
@@ -35,15 +36,7 @@ def test_the_connection_stays_open_until_the_thread_has_sent_it(
             await starting
         goes_on.set()
         assert await asyncio.to_thread(has_ended.wait, 60)
-        await until(lambda: not is_open(sent[0]))
+        await until(lambda: not Path(f"/proc/self/fd/{sent[0]}").exists())
 
     asyncio.run(scene())
     assert len(sent) == 1
-
-
-def is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
